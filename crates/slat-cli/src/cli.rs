@@ -136,39 +136,24 @@ enum Experiment {
     Metal(MetalArgs),
 }
 
-impl Experiment {
-    fn run(&self, session: &Session) -> Result<Outcome, Failure> {
-        match self {
-            Experiment::Compare(args) => compare::run(args, session),
-            Experiment::ParallelFaults(args) => parallel_faults::run(args, session),
-            Experiment::NumaSplit(args) => numa_split::run(args, session),
-            Experiment::Userfault(args) => userfault::run(args, session),
-            Experiment::DirtyLog(args) => dirty_log::run(args, session),
-            Experiment::Memslots(args) => memslots::run(args, session),
-            Experiment::Aging(args) => aging::run(args, session),
-            Experiment::Shadow(args) => shadow::run(args, session),
-            Experiment::Scale(args) => scale::run(args, session),
-            Experiment::Stress(args) => stress::run(args, session),
-            Experiment::Metal(args) => metal::run(args, session),
-        }
-    }
+macro_rules! experiments {
+    ($($variant:ident in $module:ident),+) => {
+        impl Experiment {
+            fn run(&self, session: &Session) -> Result<Outcome, Failure> {
+                match self { $(Experiment::$variant(args) => $module::run(args, session)),+ }
+            }
 
-    fn output(&self) -> &OutputArgs {
-        match self {
-            Experiment::Compare(args) => &args.output,
-            Experiment::ParallelFaults(args) => &args.output,
-            Experiment::NumaSplit(args) => &args.output,
-            Experiment::Userfault(args) => &args.output,
-            Experiment::DirtyLog(args) => &args.output,
-            Experiment::Memslots(args) => &args.output,
-            Experiment::Aging(args) => &args.output,
-            Experiment::Shadow(args) => &args.output,
-            Experiment::Scale(args) => &args.output,
-            Experiment::Stress(args) => &args.output,
-            Experiment::Metal(args) => &args.output,
+            fn output(&self) -> &OutputArgs {
+                match self { $(Experiment::$variant(args) => &args.output),+ }
+            }
         }
-    }
+    };
 }
+experiments!(
+    Compare in compare, ParallelFaults in parallel_faults, NumaSplit in numa_split, Userfault in userfault,
+    DirtyLog in dirty_log, Memslots in memslots, Aging in aging, Shadow in shadow, Scale in scale, Stress in stress,
+    Metal in metal
+);
 
 /// Parses the arguments and runs the command.
 pub(crate) fn main() -> ExitCode {

@@ -1,8 +1,6 @@
 //! The demonstration: the main use, in about 20 seconds, on any Linux machine. It ends on one
 //! screen.
 
-use std::fmt::Write;
-
 use clap::Args;
 
 use crate::failure::Failure;
@@ -80,10 +78,7 @@ fn screen(timed: &Results, checked: &Results) -> String {
         cpus @ ..16 => format!("On {cpus} CPUs whole phases take about as long with a lock; on 16 they do not.\n"),
         _ => String::new(),
     };
-    let mut text = String::new();
-    // Writing to a string does not fail.
-    let _ = write!(
-        text,
+    format!(
         "slat keeps the second-stage page tables of a virtual machine. Here four vCPUs\n\
          filled 256 MiB each, and wrote it 5 times while dirty logging was on: with one\n\
          lock around the page tables, with a reader/writer lock, and with none.\n\n\
@@ -97,8 +92,7 @@ fn screen(timed: &Results, checked: &Results) -> String {
          slat demo --verbose      all figures of these runs\n  \
          slat compare --quick     five published systems, in a minute\n  \
          slat -h                  all commands\n"
-    );
-    text
+    )
 }
 
 #[cfg(test)]

@@ -257,6 +257,24 @@ fn paging_failed<'a>(errors: impl Iterator<Item = &'a VcpuError> + Clone, whole:
     }
 }
 
+/// Refuses options: the first of these texts whose condition holds says why.
+pub(crate) fn refuse<'a>(reasons: impl IntoIterator<Item = (bool, &'a str)>) -> Result<(), Failure> {
+    match reasons.into_iter().find(|(is_so, _)| *is_so) {
+        Some((_, why)) => Err(Failure::Usage(why.to_owned())),
+        None => Ok(()),
+    }
+}
+
+/// Fails with such a [`Failure`] and this text, unless the condition holds.
+macro_rules! ensure {
+    ($condition:expr, $kind:ident, $($text:tt)+) => {
+        if !$condition {
+            return Err($crate::failure::Failure::$kind(format!($($text)+)));
+        }
+    };
+}
+pub(crate) use ensure;
+
 /// A check that failed.
 pub(crate) fn check_failed(what: impl fmt::Display) -> Failure {
     Failure::Check(what.to_string())

@@ -60,7 +60,7 @@ pub(crate) enum View {
     Live,
 }
 
-/// Locks, and ignores poison.
+/// Locks, and ignores poison: a panic ends the command, so no later call finds state half changed.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -12,10 +12,6 @@ mod compare;
 mod demo;
 mod dirty_log;
 mod failure;
-#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
-mod kvm;
-#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
-#[path = "kvm/missing.rs"]
 mod kvm;
 mod live;
 mod memslots;

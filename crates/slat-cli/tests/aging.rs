@@ -4,10 +4,7 @@
 
 mod common;
 
-use std::path::PathBuf;
-
-use common::{assert_ok, assert_refused, read, value};
-use serde_json::Value;
+use common::{assert_ok, assert_refused, measured, quantity};
 
 #[test]
 fn mistakes_are_one_line() {
@@ -79,23 +76,11 @@ fn accesses_that_a_tlb_hides_are_a_warning_or_a_failure() {
 
 #[test]
 fn json_has_every_phase_for_both_trackings() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("aging.json");
-    assert_ok(&format!("aging -v 1 -b 48M --runs 2 --json {}", path.display()));
-    let object: Value = read(&path);
+    let (object, _) = measured("aging", "aging -v 1 -b 48M --runs 2");
     assert_eq!(object["experiment"], "aging");
     assert_eq!(object["config"]["pass"], "range");
     assert!(object["host"]["kernel"].is_string());
-    let figures = object["results"].as_array().unwrap();
-    let figure = |name: &str, tracking: &str| {
-        let found: Vec<&Value> = figures
-            .iter()
-            .filter(|figure| {
-                figure["name"] == name && figure["labels"]["tracking"] == tracking && figure["labels"]["lock"] == "none"
-            })
-            .collect();
-        assert_eq!(found.len(), 1, "{name} for {tracking}");
-        (value(found[0]), found[0]["unit"].as_str().unwrap().to_owned())
-    };
+    let figure = |name: &str, tracking: &str| quantity(&object, name, &[("tracking", tracking), ("lock", "none")]);
     let pages = 48.0 * 256.0;
     for tracking in ["accessed-bit", "faults"] {
         for phase in [

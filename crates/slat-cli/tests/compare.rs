@@ -10,10 +10,6 @@ use std::process::{Command, Output};
 use common::{assert_form, assert_refused, file, program, read, samples, slat, stderr};
 use serde_json::Value;
 
-fn path(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name)
-}
-
 #[test]
 fn mistakes_are_one_line() {
     assert_refused("compare --only paging", 2, "dirty-log");
@@ -24,7 +20,7 @@ fn mistakes_are_one_line() {
 
 #[test]
 fn systems_come_with_figures_claims_and_what_was_published() {
-    let json = path("compare.json");
+    let json = file("compare.json");
     let output = slat(&format!("compare --quick --only Numa-Split,numa-split --json {}", json.display()));
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let printed = String::from_utf8(output.stdout).unwrap();
@@ -170,7 +166,7 @@ fn without_counts_of_kvm_nothing_is_built_or_started() {
 fn instructions_stand_beside_those_that_were_saved() {
     let source = Source::new("saved");
     source.measure();
-    let json = path("compare_instructions.json");
+    let json = file("compare_instructions.json");
     let output = source.run(&format!("compare --only instructions --json {}", json.display()));
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));

@@ -4,9 +4,10 @@
 
 mod common;
 
-use std::path::PathBuf;
-
-use common::{assert_ok, assert_refused, formats, read, samples, slat, slat_without_kvm, stderr, value};
+use common::{
+    assert_ok, assert_refused, figure, figures, formats, measured, quantity, samples, slat, slat_without_kvm, stderr,
+    value,
+};
 use serde_json::Value;
 
 const METHODS: [&str; 5] = ["srcu-copy", "xchg", "xchg16", "slat", "slat-leaf"];
@@ -15,32 +16,7 @@ const PATTERNS: [&str; 3] = ["run", "stride", "random"];
 /// Runs with `args`, and returns the object of `--json`.
 #[track_caller]
 fn json(name: &str, args: &str) -> Value {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-    assert_ok(&format!("dirty-log {args} --json {}", path.display()));
-    read(&path)
-}
-
-/// The only figure of this name with these labels, and its unit.
-#[track_caller]
-fn figure<'a>(object: &'a Value, name: &str, labels: &[(&str, &str)]) -> (f64, &'a str) {
-    let found = find(object, name, labels);
-    (value(found), found["unit"].as_str().unwrap())
-}
-
-/// The only figure of this name with these labels.
-#[track_caller]
-fn find<'a>(object: &'a Value, name: &str, labels: &[(&str, &str)]) -> &'a Value {
-    let all = object["results"].as_array().unwrap();
-    let is_it = |figure: &&Value| {
-        figure["name"] == name
-            && labels.iter().all(|(label, value)| {
-                let found = &figure["labels"][label];
-                found == *value || found.as_u64().is_some_and(|number| number.to_string() == *value)
-            })
-    };
-    let found: Vec<&Value> = all.iter().filter(is_it).collect();
-    assert_eq!(found.len(), 1, "{name} of {labels:?}");
-    found[0]
+    measured(name, &format!("dirty-log {args}")).0
 }
 
 #[test]
@@ -137,7 +113,7 @@ fn every_workload_runs_on_every_format() {
 
 #[test]
 fn json_has_a_figure_for_every_method_pattern_and_number() {
-    let object = json("get_dirty_log.json", "-b 4M --pages 1,64,1000,1024 --runs 4");
+    let object = json("get_dirty_log", "-b 4M --pages 1,64,1000,1024 --runs 4");
     assert_eq!(object["experiment"], "dirty-log");
     assert_eq!(object["config"]["bytes"], 4 << 20);
     let with_kvm = !object["host"]["kvm"].is_null();
@@ -146,18 +122,18 @@ fn json_has_a_figure_for_every_method_pattern_and_number() {
         for pattern in PATTERNS {
             for pages in ["1", "64", "1000", "1024"] {
                 let labels = [("method", method), ("pages", pages), ("pattern", pattern)];
-                let (median, unit) = figure(&object, "get_dirty_log", &labels);
+                let (median, unit) = quantity(&object, "get_dirty_log", &labels);
                 assert!(median > 0.0 && unit == "s", "{labels:?}");
-                let a_page = figure(&object, "get_dirty_log_page", &labels).0;
+                let a_page = quantity(&object, "get_dirty_log_page", &labels).0;
                 assert!((a_page * pages.parse::<f64>().unwrap() / median - 1.0).abs() < 1e-9, "{labels:?}");
-                let next_writes = find(&object, "next_writes", &labels);
-                let both = figure(&object, "get_dirty_log_and_next_writes", &labels).0;
+                let next_writes = figure(&object, "next_writes", &labels);
+                let both = quantity(&object, "get_dirty_log_and_next_writes", &labels).0;
                 assert!(value(next_writes) > 0.0 && both >= median.max(value(next_writes)), "{labels:?}");
-                assert_eq!(samples(next_writes).len(), samples(find(&object, "get_dirty_log", &labels)).len());
+                assert_eq!(samples(next_writes).len(), samples(figure(&object, "get_dirty_log", &labels)).len());
                 // KVM has 3 where it has used its time.
-                assert!([3, 4].contains(&samples(find(&object, "get_dirty_log", &labels)).len()));
+                assert!([3, 4].contains(&samples(figure(&object, "get_dirty_log", &labels)).len()));
                 if with_kvm {
-                    let (ratio, unit) = figure(&object, "ratio_to_kvm", &labels);
+                    let (ratio, unit) = quantity(&object, "ratio_to_kvm", &labels);
                     assert!(unit == "ratio" && ratio > 0.0 && (method != "kvm" || ratio == 1.0), "{labels:?}");
                 }
             }
@@ -168,23 +144,20 @@ fn json_has_a_figure_for_every_method_pattern_and_number() {
         assert!(object["host"]["kvm"]["capabilities"]["KVM_CAP_NR_MEMSLOTS"].is_number());
     }
     // Only the old way waits, and each of its calls does.
-    let waits = |figure: &&Value| figure["name"] == "grace_period";
-    let all = object["results"].as_array().unwrap();
-    assert_eq!(all.iter().filter(waits).count(), PATTERNS.len() * 4);
-    assert!(all.iter().filter(waits).all(|figure| figure["labels"]["method"] == "srcu-copy"));
+    let waits = figures(&object, "grace_period", &[]);
+    assert_eq!(waits.len(), PATTERNS.len() * 4);
+    assert!(waits.iter().all(|figure| figure["labels"]["method"] == "srcu-copy"));
     assert!(object["published"].is_null());
     // The whole memslot was measured once.
     let whole =
-        |pattern| figure(&object, "get_dirty_log", &[("method", "xchg"), ("pages", "1024"), ("pattern", pattern)]).0;
+        |pattern| quantity(&object, "get_dirty_log", &[("method", "xchg"), ("pages", "1024"), ("pattern", pattern)]).0;
     assert!(whole("run") == whole("stride") && whole("run") == whole("random"));
 }
 
 #[test]
 fn only_what_was_chosen_is_measured() {
-    let object = json(
-        "get_dirty_log_some.json",
-        "-b 2M --pages 7 --pattern stride --runs 1 --method slat,xchg --peer none -s shmem",
-    );
+    let object =
+        json("get_dirty_log_some", "-b 2M --pages 7 --pattern stride --runs 1 --method slat,xchg --peer none -s shmem");
     let names = |label: &str| {
         let all = object["results"].as_array().unwrap();
         let name = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
@@ -202,19 +175,19 @@ fn the_engine_is_measured_on_shadow_tables_too() {
     let args = "-b 4100K --runs 2 --paging shadow --pattern random,run";
     let printed = assert_ok(&format!("dirty-log {args}"));
     assert!(printed.contains("paging: shadow") && printed.contains(" slat-leaf |"), "{printed}");
-    let object = json("get_dirty_log_shadow.json", args);
+    let object = json("get_dirty_log_shadow", args);
     assert_eq!(object["config"]["paging"], "shadow");
     for method in ["slat", "slat-leaf"] {
         for pages in ["1", "64", "1024"] {
             let labels = [("method", method), ("paging", "shadow"), ("pages", pages), ("pattern", "random")];
-            assert!(figure(&object, "get_dirty_log", &labels).0 > 0.0, "{labels:?}");
+            assert!(quantity(&object, "get_dirty_log", &labels).0 > 0.0, "{labels:?}");
         }
     }
     for workload in
         ["framebuffer -b 4M --runs 5", "migration -b 8M --runs 3 --rate 50000", "migration -b 8M --runs 3 --rate 0"]
     {
-        let object = json("get_dirty_log_shadow_other.json", &format!("--workload {workload} --paging shadow"));
-        assert!(figure(&object, "get_dirty_log", &[("method", "slat"), ("paging", "shadow")]).0 > 0.0, "{workload}");
+        let object = json("get_dirty_log_shadow_other", &format!("--workload {workload} --paging shadow"));
+        assert!(quantity(&object, "get_dirty_log", &[("method", "slat"), ("paging", "shadow")]).0 > 0.0, "{workload}");
     }
 }
 
@@ -223,19 +196,19 @@ fn a_framebuffer_is_measured_burst_by_burst() {
     let args = "--workload framebuffer -b 8M --runs 20";
     let printed = assert_ok(&format!("dirty-log {args}"));
     assert!(printed.contains("20 bursts of ") && printed.contains("| slat-leaf "), "{printed}");
-    let object = json("get_dirty_log_framebuffer.json", args);
+    let object = json("get_dirty_log_framebuffer", args);
     for method in METHODS {
         let labels = [("method", method), ("workload", "framebuffer")];
-        assert!(figure(&object, "get_dirty_log", &labels).0 > 0.0, "{method}");
-        assert!((1.0..=2048.0).contains(&figure(&object, "dirty_pages", &labels).0), "{method}");
-        assert_eq!(samples(find(&object, "get_dirty_log", &labels)).len(), 20);
+        assert!(quantity(&object, "get_dirty_log", &labels).0 > 0.0, "{method}");
+        assert!((1.0..=2048.0).contains(&quantity(&object, "dirty_pages", &labels).0), "{method}");
+        assert_eq!(samples(figure(&object, "get_dirty_log", &labels)).len(), 20);
     }
 }
 
 #[test]
 fn published_figures_stand_beside_the_ways_of_2012() {
     let args = "--workload framebuffer -b 1M --runs 3 --peer none";
-    let object = json("get_dirty_log_published.json", args);
+    let object = json("get_dirty_log_published", args);
     let published = object["published"].as_array().unwrap();
     let range = |method: &str| {
         let of_method: Vec<&Value> = published.iter().filter(|figure| figure["labels"]["method"] == method).collect();
@@ -261,11 +234,11 @@ fn a_large_slot_is_harvested_whole_and_in_windows() {
         assert!(printed.contains(&format!("| {way} ")), "{way} in:\n{printed}");
     }
     assert!(!printed.contains("xchg, 16 windows"), "{printed}");
-    let object = json("get_dirty_log_range.json", args);
+    let object = json("get_dirty_log_range", args);
     for pages in ["32", "1024"] {
         for window in ["1048576", "3145728"] {
             let labels = [("method", "slat"), ("pages", pages), ("window_bytes", window)];
-            let of = |name| figure(&object, name, &labels).0;
+            let of = |name| quantity(&object, name, &labels).0;
             let (whole, longest, mean) = (of("harvest"), of("get_dirty_log_range_longest"), of("get_dirty_log_range"));
             assert!(whole >= longest && longest >= mean && mean > 0.0, "{labels:?}: {whole} {longest} {mean}");
         }
@@ -287,22 +260,22 @@ fn a_migration_is_measured_on_both_sides() {
     );
     assert!(printed.contains("| Harvest, published "), "{printed}");
     for args in [args, "--workload migration -b 16M --runs 3 --rate 0 --method slat-leaf,slat,xchg,srcu-copy"] {
-        let object = json("get_dirty_log_migration.json", args);
+        let object = json("get_dirty_log_migration", args);
         for method in ["srcu-copy", "xchg", "slat", "slat-leaf"] {
             let labels = [("method", method), ("workload", "migration")];
             for name in ["get_dirty_log", "dirty_pages", "write_fault_p50", "write_fault_p99", "guest_write"] {
-                assert!(figure(&object, name, &labels).0 > 0.0, "{name} of {method}");
+                assert!(quantity(&object, name, &labels).0 > 0.0, "{name} of {method}");
             }
-            assert!(figure(&object, "guest_writes_per_second", &labels).0 > 0.0, "{method}");
+            assert!(quantity(&object, "guest_writes_per_second", &labels).0 > 0.0, "{method}");
         }
         for method in ["slat", "slat-leaf"] {
             let labels = [("method", method), ("workload", "migration")];
-            assert!(figure(&object, "guest_stall_share", &labels).0 < 1.0, "{method}");
+            assert!(quantity(&object, "guest_stall_share", &labels).0 < 1.0, "{method}");
         }
         if !object["host"]["kvm"].is_null() {
             let labels = [("method", "kvm"), ("workload", "migration")];
             for name in ["get_dirty_log", "dirty_pages", "guest_write", "guest_writes_per_second"] {
-                assert!(figure(&object, name, &labels).0 > 0.0, "{name} of kvm");
+                assert!(quantity(&object, name, &labels).0 > 0.0, "{name} of kvm");
             }
         }
     }

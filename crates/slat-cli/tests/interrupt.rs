@@ -4,13 +4,12 @@
 mod common;
 
 use std::io::{BufRead, BufReader, Read};
-use std::path::PathBuf;
 use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use common::read;
+use common::{file, read};
 use serde_json::Value;
 
 /// A command whose experiment stops for ever when it has handed over the `hold_after`th outcome (0:
@@ -118,7 +117,7 @@ fn every_experiment_ends_with_what_was_measured_so_far() {
 }
 
 fn ends_with_what_was_measured(number: usize, args: &str) {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("interrupted-{number}.json"));
+    let path = file(&format!("interrupted-{number}.json"));
     let output = Held::start(&format!("{args} --json {}", path.display()), 1).interrupt("-INT");
     assert_eq!(output.status.code(), Some(130), "slat {args}: {}", output.stderr);
     assert!(output.stderr.contains("interrupted: what is above"), "slat {args}: {}", output.stderr);
@@ -131,7 +130,7 @@ fn ends_with_what_was_measured(number: usize, args: &str) {
 
 #[test]
 fn before_the_first_measurement_no_file_is_left() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("nothing.json");
+    let path = file("nothing.json");
     let output = Held::start(&format!("userfault -v 1 -b 64K --exits --json {}", path.display()), 0).interrupt("-TERM");
     assert_eq!(output.status.code(), Some(130));
     assert_eq!(output.stderr, "slat: interrupted before anything was measured\n");
@@ -140,7 +139,7 @@ fn before_the_first_measurement_no_file_is_left() {
 
 #[test]
 fn a_server_removes_its_socket() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("interrupted.socket");
+    let path = file("interrupted.socket");
     // It serves until it is interrupted, and has its socket when it prints so.
     let held = Held::start(&format!("serve-pages unix:{}", path.display()), 1);
     assert!(held.first_line.recv().unwrap().starts_with("Serving "));
@@ -152,7 +151,7 @@ fn a_server_removes_its_socket() {
 
 #[test]
 fn a_server_takes_the_place_of_one_that_was_killed() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("killed.socket");
+    let path = file("killed.socket");
     let start = || {
         let held = Held::start(&format!("serve-pages unix:{}", path.display()), 1);
         assert!(held.first_line.recv().unwrap().starts_with("Serving "));
@@ -166,7 +165,7 @@ fn a_server_takes_the_place_of_one_that_was_killed() {
 
 #[test]
 fn a_comparison_has_the_part_that_was_measured() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("interrupted-compare.json");
+    let path = file("interrupted-compare.json");
     let output =
         Held::start(&format!("compare --quick --only numa-split --json {}", path.display()), 1).interrupt("-INT");
     assert_eq!(output.status.code(), Some(130), "{}", output.stderr);

@@ -4,10 +4,7 @@
 
 mod common;
 
-use std::path::PathBuf;
-
-use common::{assert_ok, formats, read, slat, value};
-use serde_json::Value;
+use common::{assert_ok, assert_refused, figure, formats, measured, quantity, samples};
 
 const TESTS: [&str; 6] = ["map", "unmap", "unmap chunked", "move active area", "move inactive area", "RW"];
 
@@ -28,19 +25,13 @@ fn bad_usage_exits_with_2() {
         ("--lock some", "exclusive"),
         ("--format pae", "npt"),
     ] {
-        let output = slat(&format!("memslots {args}"));
-        let message = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{args}: {message}");
-        assert!(message.contains(what), "{args}: {message}");
-        assert_eq!(message.lines().count(), 1, "{args}: {message}");
-        assert!(output.stdout.is_empty(), "{args}");
+        assert_refused(&format!("memslots {args}"), 2, what);
     }
 }
 
 #[test]
 fn a_file_that_cannot_be_written_is_found_before_the_work() {
-    let output = slat("memslots --duration 1000s --json /no/such/folder/results.json");
-    assert_eq!(output.status.code(), Some(3));
+    assert_refused("memslots --duration 1000s --json /no/such/folder/results.json", 3, "/no/such/folder");
 }
 
 #[test]
@@ -92,44 +83,35 @@ fn tests_pass_on_every_format() {
 
 #[test]
 fn json_has_every_figure_for_every_test_and_locking() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("memslots.json");
-    assert_ok(&format!(
-        "memslots --first-test 2 --last-test 3 --duration 1s --slots 64 --timeout 60s --lock all --json {}",
-        path.display()
-    ));
-    let object: Value = read(&path);
+    let args = "--first-test 2 --last-test 3 --duration 1s --slots 64 --timeout 60s --lock all";
+    let (object, _) = measured("memslots", &format!("memslots {args}"));
     assert_eq!(object["experiment"], "memslots");
     assert_eq!(object["config"]["slots"], 64);
     assert!(object["host"]["flush_method"].is_string());
-    let figures = object["results"].as_array().unwrap();
-    let figure = |name: &str, test: &str, lock: &str| {
-        let is_it = |figure: &&Value| {
-            figure["name"] == name && figure["labels"]["test"] == test && figure["labels"]["lock"] == lock
-        };
-        let found: Vec<&Value> = figures.iter().filter(is_it).collect();
-        assert_eq!(found.len(), 1, "{name} of {test} for {lock}");
+    let one = |name: &str, test: &str, lock: &str| {
+        let labels = [("test", test), ("lock", lock)];
         // One run.
-        assert_eq!(found[0]["samples"].as_array().unwrap().len(), 1);
-        (value(found[0]), found[0]["unit"].as_str().unwrap().to_owned())
+        assert_eq!(samples(figure(&object, name, &labels)).len(), 1);
+        quantity(&object, name, &labels)
     };
     for lock in ["exclusive", "shared", "none"] {
         for test in ["unmap chunked", "move active area"] {
-            let (rate, unit) = figure("iterations_per_second", test, lock);
-            let (iteration, _) = figure("iteration", test, lock);
+            let (rate, unit) = one("iterations_per_second", test, lock);
+            let (iteration, _) = one("iteration", test, lock);
             assert!(unit == "1/s" && (rate * iteration - 1.0).abs() < 1e-6, "{test}, {lock}: {rate}, {iteration}");
-            let (setup, unit) = figure("slot_setup", test, lock);
+            let (setup, unit) = one("slot_setup", test, lock);
             assert!(setup > 0.0 && unit == "s");
-            assert!(figure("host_call", test, lock).0 > 0.0);
-            assert!(figure("verified", test, lock).0 > 0.0);
-            assert!(figure("retries", test, lock).0 >= 0.0);
+            assert!(one("host_call", test, lock).0 > 0.0);
+            assert!(one("verified", test, lock).0 > 0.0);
+            assert!(one("retries", test, lock).0 >= 0.0);
         }
         // Each half of 128 MiB is filled anew, and discarded in chunks of 2 MiB, each with a flush.
-        assert!(figure("faults", "unmap chunked", lock).0 >= 32768.0);
-        assert_eq!(figure("host_calls", "unmap chunked", lock).0, 64.0);
-        assert!(figure("flushes", "unmap chunked", lock).0 >= 64.0);
-        assert_eq!(figure("mmio_exits", "unmap chunked", lock).0, 0.0);
+        assert!(one("faults", "unmap chunked", lock).0 >= 32768.0);
+        assert_eq!(one("host_calls", "unmap chunked", lock).0, 64.0);
+        assert!(one("flushes", "unmap chunked", lock).0 >= 64.0);
+        assert_eq!(one("mmio_exits", "unmap chunked", lock).0, 0.0);
         // Away and back.
-        assert_eq!(figure("host_calls", "move active area", lock).0, 2.0);
-        assert!(figure("flushes", "move active area", lock).0 >= 2.0);
+        assert_eq!(one("host_calls", "move active area", lock).0, 2.0);
+        assert!(one("flushes", "move active area", lock).0 >= 2.0);
     }
 }

@@ -10,7 +10,7 @@ use std::process::{Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{assert_refused, file, program, read, samples, stderr};
+use common::{assert_refused, figure, figures, file, program, read, samples, stderr};
 
 /// A folder for the files of one test.
 fn folder(name: &str) -> PathBuf {
@@ -29,20 +29,21 @@ fn emulator(folder: &Path, version: &str, script: &str) -> PathBuf {
     path
 }
 
-/// The command with the emulator, and a file that is no image: the emulator does not read it.
-fn command(folder: &Path, qemu: &Path, more: &str) -> Command {
+/// The command with `args`, an emulator or a cache, and an image.
+fn command(folder: &Path, args: &str, emulator: &Path, more: &str) -> Command {
     let image = folder.join("image");
-    fs::write(&image, "").unwrap();
+    fs::write(&image, "the image").unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
-    command.current_dir(folder).args(["metal", "--guest", "suite"]);
-    command.arg("--qemu").arg(qemu).arg("--image").arg(image).args(more.split_whitespace());
+    command.current_dir(folder).arg("metal").args(args.split_whitespace()).arg(emulator);
+    command.arg("--image").arg(image).args(more.split_whitespace());
     command
 }
 
+const SUITE: &str = "--guest suite --qemu";
+
 fn run(name: &str, script: &str, more: &str) -> Output {
     let folder = folder(name);
-    let qemu = emulator(&folder, "10.0.2", script);
-    command(&folder, &qemu, more).output().unwrap()
+    command(&folder, SUITE, &emulator(&folder, "10.0.2", script), more).output().unwrap()
 }
 
 fn stdout(output: &Output) -> String {
@@ -52,12 +53,8 @@ fn stdout(output: &Output) -> String {
 /// The command that counts instructions, without KVM.
 fn measure(name: &str, script: &str, more: &str) -> Output {
     let folder = folder(name);
-    let qemu = emulator(&folder, "10.0.2", script);
-    let image = folder.join("image");
-    fs::write(&image, "").unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
-    command.current_dir(&folder).args(["metal", "--guest", "measure", "--peer", "none", "--qemu"]).arg(qemu);
-    command.arg("--image").arg(image).args(more.split_whitespace()).output().unwrap()
+    let args = "--guest measure --peer none --qemu";
+    command(&folder, args, &emulator(&folder, "10.0.2", script), more).output().unwrap()
 }
 
 /// Runs a script, and expects exit code 1 with `what`.
@@ -198,8 +195,7 @@ fn a_pass_is_shown_and_written() {
     assert_eq!((&object["experiment"], &object["config"]["guest"]), (&"metal".into(), &"suite".into()));
     assert_eq!((&object["config"]["cpus"], &object["config"]["seed"]), (&4.into(), &9.into()));
     assert_eq!(object["host"]["measured_on"], "CPUs emulated by QEMU 10.0.2");
-    let found =
-        |name: &str| object["results"].as_array().unwrap().iter().find(|figure| figure["name"] == name).unwrap();
+    let found = |name: &str| figure(&object, name, &[]);
     assert_eq!(samples(found("operations")), [1000.0]);
     assert_eq!(samples(found("pause")), [0.5, 1.5]);
     assert_eq!(samples(found("passed")), [1.0]);
@@ -288,12 +284,8 @@ fn cache_with_bochs(folder: &Path, script: &str) -> PathBuf {
 
 fn run_bochs(name: &str, script: &str, more: &str) -> Output {
     let folder = folder(name);
-    let cache = cache_with_bochs(&folder, script);
-    let image = folder.join("image");
-    fs::write(&image, "the image").unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
-    command.current_dir(&folder).args(["metal", "--machine", "vmx", "--guest", "suite", "--cache"]).arg(cache);
-    command.arg("--image").arg(image).args(more.split_whitespace()).output().unwrap()
+    let args = "--machine vmx --guest suite --cache";
+    command(&folder, args, &cache_with_bochs(&folder, script), more).output().unwrap()
 }
 
 #[test]
@@ -370,10 +362,7 @@ exit 33";
     }
     assert_eq!(text.matches("slat | counting").count(), 1, "{text}");
     let object = read(&path);
-    let find = |name: &str, variant: &str| {
-        let figures = object["results"].as_array().unwrap().iter();
-        figures.filter(|figure| figure["name"] == name && figure["labels"]["variant"] == variant).count()
-    };
+    let find = |name: &str, variant: &str| figures(&object, name, &[("variant", variant)]).len();
     assert_eq!((find("demand_fault", "lazy"), find("demand_fault", "leaves")), (1, 1));
     assert_eq!((find("write_protect_fault", "lazy"), find("write_protect_fault", "leaves")), (1, 0));
 }
@@ -401,8 +390,8 @@ exit 33";
         assert!(text.contains(words), "no '{words}' in:\n{text}");
     }
     let object = read(&path);
-    let figures = object["results"].as_array().unwrap();
-    assert!(!figures.is_empty() && figures.iter().all(|figure| figure["labels"]["cpus"] == 4), "{figures:?}");
+    let all = object["results"].as_array().unwrap();
+    assert!(!all.is_empty() && all.iter().all(|figure| figure["labels"]["cpus"] == 4), "{all:?}");
 }
 
 #[test]
@@ -471,7 +460,7 @@ fn an_interruption_ends_the_emulator_and_leaves_nothing() {
     // The emulator has a child of its own.
     let script = format!("sleep 1000 & echo $! >{0}.new; echo $$ >>{0}.new; mv {0}.new {0}; wait", pid.display());
     let qemu = emulator(&folder, "10.0.2", &script);
-    let mut child = command(&folder, &qemu, "").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = command(&folder, SUITE, &qemu, "").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let began = Instant::now();
     while !pid.exists() {
         assert!(began.elapsed() < Duration::from_secs(60), "the emulator does not start");

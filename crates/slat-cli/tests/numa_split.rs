@@ -4,9 +4,7 @@
 
 mod common;
 
-use std::path::PathBuf;
-
-use common::{assert_ok, assert_refused, read, value};
+use common::{assert_ok, assert_refused, figures, measured, quantity};
 use serde_json::Value;
 
 const PLACEMENTS: [&str; 3] = ["huge-page-node", "caller-node", "caller-policy"];
@@ -14,19 +12,14 @@ const PLACEMENTS: [&str; 3] = ["huge-page-node", "caller-node", "caller-policy"]
 /// Runs `slat numa-split` with `args`, and returns the object of `--json` and the output.
 #[track_caller]
 fn split(name: &str, args: &str) -> (Value, String) {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("split_{name}.json"));
-    let output = assert_ok(&format!("numa-split {args} --json {}", path.display()));
-    (read(&path), output)
+    measured(&format!("split_{name}"), &format!("numa-split {args}"))
 }
 
 /// The figure `name` of `placement`, if there is one, and its unit.
 #[track_caller]
-fn find(object: &Value, name: &str, placement: &str) -> Option<(f64, String)> {
-    let results = object["results"].as_array().unwrap();
-    let found: Vec<&Value> =
-        results.iter().filter(|figure| figure["name"] == name && figure["labels"]["placement"] == placement).collect();
-    assert!(found.len() < 2, "{name} for {placement}: {found:?}");
-    found.first().map(|figure| (value(figure), figure["unit"].as_str().unwrap().to_owned()))
+fn find<'a>(object: &'a Value, name: &str, placement: &str) -> Option<(f64, &'a str)> {
+    let labels = [("placement", placement)];
+    (!figures(object, name, &labels).is_empty()).then(|| quantity(object, name, &labels))
 }
 
 #[track_caller]
@@ -160,11 +153,7 @@ fn tables_of_splits_are_on_the_nodes_of_their_placement() {
         assert_near(figure(&object, "remote_share", placement), 7.0 / 8.0);
     }
     let on_node = |node: u32, placement: &str| {
-        let is_it = |figure: &&Value| {
-            let labels = &figure["labels"];
-            figure["name"] == "tables_on_node" && labels["placement"] == placement && labels["node"] == node
-        };
-        value(object["results"].as_array().unwrap().iter().find(is_it).unwrap())
+        quantity(&object, "tables_on_node", &[("placement", placement), ("node", &node.to_string())]).0
     };
     for node in 1..8 {
         assert!(on_node(node, "huge-page-node") >= 2.0 && on_node(node, "caller-node") <= 3.0, "node {node}");

@@ -4,9 +4,9 @@
 
 mod common;
 
-use std::path::PathBuf;
-
-use common::{assert_ok, assert_refused, formats, read, samples, slat_without_kvm, stderr, value};
+use common::{
+    assert_ok, assert_refused, figures, formats, measured, quantity, samples, slat_without_kvm, stderr, value,
+};
 use serde_json::Value;
 use slat::format::Format;
 
@@ -114,9 +114,7 @@ fn one_locking_prints_the_lines_of_the_selftest() {
 
 #[test]
 fn json_has_every_figure_for_every_locking() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log.json");
-    assert_ok(&format!("parallel-faults -v 2 -b 4M --iterations 2 --runs 2 --json {}", path.display()));
-    let object: Value = read(&path);
+    let (object, _) = measured("dirty_log", "parallel-faults -v 2 -b 4M --iterations 2 --runs 2");
     assert_eq!(object["experiment"], "parallel-faults");
     assert_eq!(object["config"]["vcpus"], 2);
     assert_eq!(object["config"]["bytes"], 4 << 20);
@@ -126,13 +124,7 @@ fn json_has_every_figure_for_every_locking() {
     assert_eq!(object["config"]["huge_pages"], "split");
     assert_eq!(object["config"]["split"], "eager");
     assert!(object["host"]["kernel"].is_string());
-    let results = object["results"].as_array().unwrap();
-    let figure = |name: &str, lock: &str| {
-        let found: Vec<&Value> =
-            results.iter().filter(|figure| figure["name"] == name && figure["labels"]["lock"] == lock).collect();
-        assert_eq!(found.len(), 1, "{name} for {lock}");
-        (value(found[0]), found[0]["unit"].as_str().unwrap().to_owned())
-    };
+    let figure = |name: &str, lock: &str| quantity(&object, name, &[("lock", lock)]);
     for lock in ["exclusive", "shared", "none"] {
         for name in [
             "populate_memory",
@@ -168,7 +160,6 @@ fn json_has_every_figure_for_every_locking() {
 
 #[test]
 fn kvm_has_a_column_after_those_of_the_locks() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log_kvm.json");
     for args in [
         "-v 2 -b 1M --iterations 3",
         "-v 3 -b 20K --slots 5 -o",
@@ -177,11 +168,10 @@ fn kvm_has_a_column_after_those_of_the_locks() {
         "-v 1 -b 4K --paging shadow",
         "-v 8 -b 64K -o --check",
     ] {
-        let printed = assert_ok(&format!("parallel-faults --runs 2 --peer auto {args} --json {}", path.display()));
-        let object: Value = read(&path);
+        let (object, printed) = measured("dirty_log_kvm", &format!("parallel-faults --runs 2 --peer auto {args}"));
         assert_eq!(object["config"]["peer"], "auto");
-        let figures: Vec<&Value> = object["results"].as_array().unwrap().iter().collect();
-        let of_kvm: Vec<&Value> = figures.iter().copied().filter(|figure| figure["labels"]["lock"] == "kvm").collect();
+        let all = object["results"].as_array().unwrap();
+        let of_kvm: Vec<&Value> = all.iter().filter(|figure| figure["labels"]["lock"] == "kvm").collect();
         if object["host"]["kvm"].is_null() {
             // This machine has none that works.
             assert!(printed.contains("Not measured: KVM of this machine: ") && of_kvm.is_empty(), "{printed}");
@@ -191,10 +181,10 @@ fn kvm_has_a_column_after_those_of_the_locks() {
             let on = figure["labels"]["measured_on"].as_str().unwrap();
             on.starts_with("hardware: KVM of this machine (")
         }));
-        let mut others = figures.iter().filter(|figure| figure["labels"]["lock"] != "kvm");
+        let mut others = all.iter().filter(|figure| figure["labels"]["lock"] != "kvm");
         assert!(others.all(|figure| figure["labels"]["measured_on"].is_null()));
         let value = |name: &str| {
-            let found: Vec<&&Value> = of_kvm.iter().filter(|figure| figure["name"] == name).collect();
+            let found = figures(&object, name, &[("lock", "kvm")]);
             assert!(found.len() <= 1, "{args}: {name}");
             found.first().map(|figure| value(figure))
         };
@@ -245,10 +235,8 @@ fn without_a_kvm_the_engine_is_measured_and_the_output_says_so() {
 
 #[test]
 fn json_has_no_clearing_where_getting_clears() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log_get_clears.json");
     let args = "-v 1 -b 4M --runs 1 --lock none --get-clears --tracking dirty-bit --huge-pages mark-whole";
-    assert_ok(&format!("parallel-faults {args} --json {}", path.display()));
-    let object: Value = read(&path);
+    let (object, _) = measured("dirty_log_get_clears", &format!("parallel-faults {args}"));
     assert_eq!(object["config"]["tracking"], "dirty-bit");
     assert_eq!(object["config"]["protection"], Value::Null);
     assert_eq!(object["config"]["manual_protect"], "disabled");
@@ -332,22 +320,11 @@ fn the_oracle_holds_for_shadow_tables() {
 
 #[test]
 fn json_has_the_figures_of_shadow_tables() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log_shadow.json");
-    let figures = |paging: &str| {
-        assert_ok(&format!(
-            "parallel-faults -v 2 -b 4M --runs 1 --lock none --paging {paging} --json {}",
-            path.display()
-        ));
-        let object: Value = read(&path);
-        object["results"].as_array().unwrap().clone()
+    let results = |paging: &str| {
+        measured("dirty_log_shadow", &format!("parallel-faults -v 2 -b 4M --runs 1 --lock none --paging {paging}")).0
     };
-    let shadow = figures("shadow");
-    let figure = |name: &str| {
-        let found: Vec<&Value> = shadow.iter().filter(|figure| figure["name"] == name).collect();
-        assert_eq!(found.len(), 1, "{name}");
-        assert_eq!(found[0]["labels"]["paging"], "shadow");
-        value(found[0])
-    };
+    let shadow = results("shadow");
+    let figure = |name: &str| quantity(&shadow, name, &[("paging", "shadow")]).0;
     let nr_pages = 2048.0;
     // When it is populated, and in each round but the first.
     assert!(figure("page_faults") >= 2.0 * nr_pages);
@@ -355,8 +332,9 @@ fn json_has_the_figures_of_shadow_tables() {
     assert!(figure("shadow_tables") >= 4.0 + 3.0 && figure("shadow_evictions") == 0.0);
     assert!(figure("dirty_memory") > 0.0);
     for (option, name) in [("flat", "flat"), ("second-stage", "flat"), ("2d", "2d")] {
-        let figures = figures(option);
-        assert!(figures.iter().all(|figure| figure["labels"]["paging"] == name && figure["name"] != "shadow_leaves"));
+        let object = results(option);
+        let mut figures = object["results"].as_array().unwrap().iter();
+        assert!(figures.all(|figure| figure["labels"]["paging"] == name && figure["name"] != "shadow_leaves"));
     }
 }
 

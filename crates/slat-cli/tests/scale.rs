@@ -6,7 +6,7 @@ mod common;
 use std::collections::BTreeSet;
 use std::fs;
 
-use common::{assert_form, assert_ok, assert_refused, file, read, slat, stderr, value};
+use common::{assert_form, assert_ok, assert_refused, figures, file, quantity, read, slat, stderr, value};
 use serde_json::Value;
 
 #[test]
@@ -63,21 +63,6 @@ fn hashes(object: &Value) -> Vec<String> {
     runs.iter().map(|run| run["trace_hash"].as_str().unwrap().to_owned()).collect()
 }
 
-/// The figures with a name and labels.
-fn found<'a>(object: &'a Value, name: &str, with: &[(&str, Value)]) -> Vec<&'a Value> {
-    let fits =
-        |figure: &&Value| figure["name"] == name && with.iter().all(|(label, value)| figure["labels"][label] == *value);
-    object["results"].as_array().unwrap().iter().filter(fits).collect()
-}
-
-/// The value of the one figure with a name and labels.
-#[track_caller]
-fn one(object: &Value, name: &str, with: &[(&str, Value)]) -> f64 {
-    let found = found(object, name, with);
-    assert_eq!(found.len(), 1, "{name} {with:?}: {found:?}");
-    value(found[0])
-}
-
 /// Checks that each of the published figures stands beside one that is predicted.
 #[track_caller]
 fn assert_published_beside_predicted(object: &Value, nr_published: usize) {
@@ -111,17 +96,18 @@ fn two_runs_of_one_command_are_the_same_and_another_seed_is_another_run() {
     for lock in ["none", "shared", "exclusive"] {
         for (access, around) in [("partitioned", "host"), ("partitioned", "engine"), ("overlapping", "host")] {
             for cpus in [1, 2] {
+                let nr_cpus = cpus.to_string();
                 let with = [
-                    ("hypervisor", "slat".into()),
-                    ("lock", lock.into()),
-                    ("access", access.into()),
-                    ("around", around.into()),
-                    ("cpus", cpus.into()),
+                    ("hypervisor", "slat"),
+                    ("lock", lock),
+                    ("access", access),
+                    ("around", around),
+                    ("cpus", &nr_cpus),
                 ];
-                let rates = found(&first, "populate_rate", &with);
+                let rates = figures(&first, "populate_rate", &with);
                 assert!(rates.len() == 1 && value(rates[0]) > 0.0, "{with:?}: {rates:?}");
                 assert_eq!((&rates[0]["unit"], &rates[0]["better"]), (&"1/s".into(), &"more".into()));
-                let times = found(&first, "populate_memory", &with);
+                let times = figures(&first, "populate_memory", &with);
                 assert!(times.len() == 1 && times[0]["unit"] == "s", "{with:?}: {times:?}");
                 // 16 pages for each vCPU, or 64 in all.
                 let nr_pages = if access == "partitioned" { 16 * cpus } else { 64 };
@@ -131,8 +117,8 @@ fn two_runs_of_one_command_are_the_same_and_another_seed_is_another_run() {
         }
     }
     assert_published_beside_predicted(&first, 20);
-    let of_lines = [("cpus", 2.into()), ("lock", "none".into()), ("around", "engine".into())];
-    let lines = found(&first, "hot_line_wait", &of_lines);
+    let of_lines = [("cpus", "2"), ("lock", "none"), ("around", "engine")];
+    let lines = figures(&first, "hot_line_wait", &of_lines);
     assert!((1..=10).contains(&lines.len()), "{lines:?}");
 
     // When vCPUs begin is random, which a run with one vCPU shows too.
@@ -204,9 +190,9 @@ fn userfault_has_each_published_rate_and_the_exits_of_slat() {
     // And the rows of 256 CPUs.
     assert_eq!(hashes(&object).len(), 14 * 3 + 3 + 8);
     let rate = |mode: &str, vcpus: u64, hypervisor: &str| {
-        let anonymous = [("backing", "anonymous".into()), ("uffds", "one".into())];
-        let labels = [("mode", mode.into()), ("vcpus", vcpus.into()), ("hypervisor", hypervisor.into())];
-        one(&object, "page_rate", &[&anonymous[..], &labels[..]].concat())
+        let (backing, vcpus) = ([("backing", "anonymous"), ("uffds", "one")], vcpus.to_string());
+        let labels = [("mode", mode), ("vcpus", &vcpus), ("hypervisor", hypervisor)];
+        quantity(&object, "page_rate", &[&backing[..], &labels[..]].concat()).0
     };
     assert!(rate("uf", 64, "kvm") > 3.0 * rate("missing-1r", 64, "kvm"));
     assert!(rate("uf", 416, "slat") > 0.0 && rate("uf", 64, "slat") > rate("uf", 64, "kvm"));
@@ -223,7 +209,7 @@ fn numa_split_has_page_table_pages_where_the_placement_says() {
     let object = results("--system numa-split --bytes 4K --rounds 1");
     assert_eq!(hashes(&object).len(), 4);
     let of = |name: &str, placement: &str, splitters: &str| {
-        one(&object, name, &[("placement", placement.into()), ("splitters", splitters.into())])
+        quantity(&object, name, &[("placement", placement), ("splitters", splitters)]).0
     };
     // 52 of the 416 vCPUs are on the node of the thread that splits, each with one huge page.
     for (placement, splitters, tables) in
@@ -259,8 +245,9 @@ fn dirty_log_has_a_row_for_each_operation_and_lock_and_curves_by_the_number_of_c
     // Those of the tables, and of the curves two operations, two numbers of CPUs and three locks.
     assert_eq!(hashes(&object).len(), 15 + 2 * 2 * 3);
     let of = |name: &str, operation: &str, lock: &str, vcpus: u64| {
-        let labels = [("operation", operation.into()), ("lock", lock.into()), ("vcpus", vcpus.into())];
-        one(&object, name, &[&labels[..], &[("lock_kind", "spinning".into())]].concat())
+        let vcpus = vcpus.to_string();
+        let labels = [("operation", operation), ("lock", lock), ("vcpus", &vcpus), ("lock_kind", "spinning")];
+        quantity(&object, name, &labels).0
     };
     for operation in ["harvest", "invalidate-page"] {
         for lock in ["none", "shared", "exclusive"] {
@@ -285,7 +272,7 @@ fn a_check_names_its_seeds_and_how_to_replay_them() {
     );
     let object = results("--check --seconds 1 --seed v1:7");
     let (first, last) = (&object["config"]["first_seed"], object["config"]["last_seed"].as_u64());
-    let nr_seeds = one(&object, "seeds", &[]);
+    let nr_seeds = quantity(&object, "seeds", &[]).0;
     assert_eq!((first, last), (&7.into(), Some(6 + nr_seeds as u64)));
-    assert!(one(&object, "checked_accesses", &[]) >= 12.0 * 200.0 && one(&object, "harvests", &[]) > 0.0);
+    assert!(quantity(&object, "checked_accesses", &[]).0 >= 12.0 * 200.0 && quantity(&object, "harvests", &[]).0 > 0.0);
 }

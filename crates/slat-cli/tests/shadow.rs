@@ -5,9 +5,7 @@
 
 mod common;
 
-use std::path::PathBuf;
-
-use common::{assert_ok, assert_refused, read, value};
+use common::{assert_ok, assert_refused, measured, quantity};
 use serde_json::Value;
 
 const STRATEGIES: [&str; 4] = ["baseline", "root-cache", "roots-by-pcid", "pcid-tagged"];
@@ -15,22 +13,13 @@ const STRATEGIES: [&str; 4] = ["baseline", "root-cache", "roots-by-pcid", "pcid-
 /// Runs `slat shadow` with `args`, and returns the object of `--json` and the output.
 #[track_caller]
 fn shadow(name: &str, args: &str) -> (Value, String) {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("cr3_{name}.json"));
-    let output = assert_ok(&format!("shadow {args} --json {}", path.display()));
-    (read(&path), output)
+    measured(&format!("cr3_{name}"), &format!("shadow {args}"))
 }
 
 /// The only figure `name` of `strategy` with so many vCPUs, and its unit.
 #[track_caller]
 fn find<'a>(object: &'a Value, name: &str, strategy: &str, vcpus: u64) -> (f64, &'a str) {
-    let results = object["results"].as_array().unwrap();
-    let is_it = |figure: &&Value| {
-        let labels = &figure["labels"];
-        figure["name"] == name && labels["strategy"] == strategy && labels["vcpus"] == vcpus
-    };
-    let found: Vec<&Value> = results.iter().filter(is_it).collect();
-    assert_eq!(found.len(), 1, "{name} of {strategy} with {vcpus} vCPUs");
-    (value(found[0]), found[0]["unit"].as_str().unwrap())
+    quantity(object, name, &[("strategy", strategy), ("vcpus", &vcpus.to_string())])
 }
 
 #[track_caller]

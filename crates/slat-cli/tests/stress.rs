@@ -3,19 +3,8 @@
 
 mod common;
 
-use std::path::PathBuf;
-
-use common::{formats, read, slat, value};
+use common::{assert_ok, assert_refused, formats, measured, quantity};
 use serde_json::Value;
-
-/// Runs with `args`; expects success, and returns the output.
-#[track_caller]
-fn assert_ok(args: &str) -> String {
-    let output = slat(args);
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "slat {args}: {stderr}");
-    String::from_utf8(output.stdout).unwrap()
-}
 
 /// The result of `run` for so many seconds, of which a busy machine needs more; or what is missing.
 fn in_time<T>(mut run: impl FnMut(u32) -> Result<T, String>) -> T {
@@ -32,13 +21,11 @@ fn in_time<T>(mut run: impl FnMut(u32) -> Result<T, String>) -> T {
 
 #[test]
 fn everything_is_done_and_verified() {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("stress.json");
     let object = in_time(|seconds| {
-        let output = assert_ok(&format!("stress --duration {seconds}s --seed 7 --json {}", path.display()));
+        let (object, output) = measured("stress", &format!("stress --duration {seconds}s --seed 7"));
         for line in ["Stress of 8 vCPUs", "seed 7", "Pages discarded", "Reads of the guests", "Faults", "Verified: "] {
             assert!(output.contains(line), "no '{line}' in:\n{output}");
         }
-        let object: Value = read(&path);
         let missing: Vec<&str> = EVERYTHING.into_iter().filter(|name| figure(&object, name) <= 0.0).collect();
         if missing.is_empty() { Ok(object) } else { Err(missing.join(", ")) }
     });
@@ -75,10 +62,7 @@ const EVERYTHING: [&str; 21] = [
 ];
 
 fn figure(object: &Value, name: &str) -> f64 {
-    let found: Vec<f64> =
-        object["results"].as_array().unwrap().iter().filter(|figure| figure["name"] == name).map(value).collect();
-    assert_eq!(found.len(), 1, "{name}");
-    found[0]
+    quantity(object, name, &[]).0
 }
 
 #[test]
@@ -116,20 +100,13 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("stress --seed x", "invalid digit"),
         ("stress 3", "unexpected argument"),
     ] {
-        let output = slat(args);
-        let message = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "slat {args}: {message}");
-        assert!(message.contains(what), "slat {args}: {message}");
-        assert_eq!(message.lines().count(), 1, "slat {args}: {message}");
-        assert!(output.stdout.is_empty(), "slat {args}");
+        assert_refused(args, 2, what);
     }
 }
 
 #[test]
 fn a_file_that_cannot_be_written_exits_with_3() {
-    let output = slat("stress --duration 1s --json /no/such/folder/results.json");
-    assert_eq!(output.status.code(), Some(3));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("/no/such/folder"));
+    assert_refused("stress --duration 1s --json /no/such/folder/results.json", 3, "/no/such/folder");
 }
 
 #[test]

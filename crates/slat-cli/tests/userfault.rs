@@ -10,14 +10,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{assert_ok, assert_refused, read, slat, stderr, value};
+use common::{assert_ok, assert_refused, figures, quantity, read, slat, stderr, value};
 use serde_json::Value;
 
 /// A part of the error where this machine has no userfaultfd.
 const NO_USERFAULTFD: &str = "userfaultfd";
 
 fn file(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("demand_paging_{name}"))
+    common::file(&format!("demand_paging_{name}"))
 }
 
 /// Runs with `args` and returns the object of `--json` and the output; `None` if this machine lacks
@@ -34,19 +34,6 @@ fn paging(name: &str, args: &str) -> Option<(Value, String)> {
     assert_eq!(output.status.code(), Some(0), "slat {args}: {}", stderr(&output));
     let object = read(&path);
     Some((object, String::from_utf8(output.stdout).unwrap()))
-}
-
-/// The figures `name`, with their labels.
-fn figures<'a>(object: &'a Value, name: &str) -> Vec<&'a Value> {
-    object["results"].as_array().unwrap().iter().filter(|figure| figure["name"] == name).collect()
-}
-
-/// The only figure `name`.
-#[track_caller]
-fn figure(object: &Value, name: &str) -> (f64, String) {
-    let found = figures(object, name);
-    assert_eq!(found.len(), 1, "{name}: {found:?}");
-    (value(found[0]), found[0]["unit"].as_str().unwrap().to_owned())
 }
 
 #[test]
@@ -167,20 +154,20 @@ fn every_mode_brings_every_page_once() {
         assert_eq!(object["experiment"], "userfault");
         let labels = serde_json::json!({"mode": mode, "vcpus": 3, "backing": backing, "uffds": uffds});
         assert!(object["results"].as_array().unwrap().iter().all(|figure| figure["labels"] == labels), "{args}");
-        let (rate, unit) = figure(&object, "paging_rate");
+        let (rate, unit) = quantity(&object, "paging_rate", &[]);
         assert!(rate > 0.0 && unit == "1/s", "{args}: {rate} {unit}");
-        let (time, unit) = figure(&object, "total_time");
+        let (time, unit) = quantity(&object, "total_time", &[]);
         assert!(unit == "s" && (time * rate / 64.0 - 1.0).abs() < 1e-6, "{args}: {time} {unit}, {rate}");
         for quantile in ["fault_p50", "fault_p99"] {
-            let (time, unit) = figure(&object, quantile);
+            let (time, unit) = quantity(&object, quantile, &[]);
             assert!(time > 0.0 && unit == "s", "{args}: {quantile} {time} {unit}");
         }
-        assert_eq!(figure(&object, "verified").0, 192.0, "{args}");
+        assert_eq!(quantity(&object, "verified", &[]).0, 192.0, "{args}");
         if mode != "none" {
-            assert_eq!(figure(&object, "filled_for_faults").0, 192.0, "{args}");
+            assert_eq!(quantity(&object, "filled_for_faults", &[]).0, 192.0, "{args}");
         }
         if mode == "uf" {
-            assert_eq!(figure(&object, "exits").0, 192.0, "{args}");
+            assert_eq!(quantity(&object, "exits", &[]).0, 192.0, "{args}");
         }
         assert!(output.contains(&format!("mode: {mode}, memory: {backing}")), "{args}: {output}");
     }
@@ -234,7 +221,7 @@ fn pages_come_from_files_and_peers() {
         {
             let name = format!("{}_{}", &source[..3], args.replace(' ', "_"));
             let Some((object, _)) = paging(&name, &format!("-v 2 -b 128K {args} --source {source}")) else { continue };
-            assert_eq!(figure(&object, "verified").0, 64.0, "{source} {args}");
+            assert_eq!(quantity(&object, "verified", &[]).0, 64.0, "{source} {args}");
         }
     }
     // These pages have other contents.
@@ -276,12 +263,12 @@ fn pages_come_from_a_peer_that_was_started_by_hand() {
 #[test]
 fn the_matrix_has_every_row_of_the_published_tables() {
     let Some((object, output)) = paging("matrix", "--matrix -v 2,3 -b 64K --runs 2") else { return };
-    assert_eq!(figures(&object, "paging_rate").len(), 2 * 16);
-    assert_eq!(figures(&object, "rate_vs_best_userfaultfd").len(), 2 * 16);
+    assert_eq!(figures(&object, "paging_rate", &[]).len(), 2 * 16);
+    assert_eq!(figures(&object, "rate_vs_best_userfaultfd", &[]).len(), 2 * 16);
     // There are published figures of 2 vCPUs, and none of rings.
     assert_eq!(object["published"].as_array().unwrap().len(), 14);
-    assert!(figures(&object, "published_rate").is_empty());
-    let uf = figures(&object, "rate_vs_none").into_iter().find(|figure| figure["labels"]["mode"] == "uf").unwrap();
+    assert!(figures(&object, "published_rate", &[]).is_empty());
+    let uf = figures(&object, "rate_vs_none", &[]).into_iter().find(|figure| figure["labels"]["mode"] == "uf").unwrap();
     assert!(value(uf) > 0.0 && uf["unit"] == "ratio");
     for text in [
         "anonymous memory, one descriptor\n",
@@ -297,13 +284,13 @@ fn the_matrix_has_every_row_of_the_published_tables() {
         assert!(output.contains(text), "no '{text}' in:\n{output}");
     }
     let (object, output) = paging("matrix_arm", "--matrix -v 2 -b 64K --runs 1 --format stage2").unwrap();
-    assert_eq!(figures(&object, "paging_rate").len(), 11);
+    assert_eq!(figures(&object, "paging_rate", &[]).len(), 11);
     assert!(output.contains("(December 2024), arm64,") && output.contains("185\u{202f}706"), "{output}");
     let (object, output) = paging("matrix_riscv", "--matrix -v 2 -b 64K --runs 1 --format gstage").unwrap();
-    assert_eq!(figures(&object, "paging_rate").len(), 16);
+    assert_eq!(figures(&object, "paging_rate", &[]).len(), 16);
     assert!(!output.contains("ublished"), "{output}");
     let (object, _) = paging("matrix_some", "--matrix -v 2 -b 64K --runs 1 --modes none,uf").unwrap();
-    assert_eq!(figures(&object, "paging_rate").len(), 6);
+    assert_eq!(figures(&object, "paging_rate", &[]).len(), 6);
 }
 
 /// A long run, and the process number of its resolver.
@@ -384,10 +371,10 @@ fn the_death_of_a_resolver_is_an_error_and_no_hang() {
 fn other_resolvers_replace_those_that_are_killed() {
     let args = "-v 64 -b 512K --exits -s shmem --delivery ring --kill-resolver 10 --delay 20000us";
     let (object, _) = paging("killed", args).expect("no userfaultfd is needed");
-    assert_eq!(figure(&object, "verified").0, 64.0 * 128.0);
-    let (nr_killed, _) = figure(&object, "resolvers_killed");
+    assert_eq!(quantity(&object, "verified", &[]).0, 64.0 * 128.0);
+    let (nr_killed, _) = quantity(&object, "resolvers_killed", &[]);
     assert_eq!(nr_killed, 10.0);
     // The sample of the last run alone would have only the few touches that were left.
-    assert!(figures(&object, "fault_p50").is_empty());
-    assert!(figure(&object, "exits").0 >= 64.0 * 128.0, "those that were interrupted, too");
+    assert!(figures(&object, "fault_p50", &[]).is_empty());
+    assert!(quantity(&object, "exits", &[]).0 >= 64.0 * 128.0, "those that were interrupted, too");
 }

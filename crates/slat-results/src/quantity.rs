@@ -7,6 +7,11 @@ use crate::statistics::{Ratio, Samples};
 /// Where there is no value.
 pub const NOTHING: &str = "–";
 
+/// The text of a cell, that of no value if there is none.
+pub fn or_nothing(text: Option<String>) -> String {
+    text.unwrap_or_else(|| NOTHING.to_owned())
+}
+
 /// The units of figures: base units only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Unit {

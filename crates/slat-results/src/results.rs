@@ -98,6 +98,12 @@ pub struct PublishedFigure {
     pub on: String,
 }
 
+impl PublishedFigure {
+    pub fn new(name: &str, unit: Unit, labels: &Labels, range: [f64; 2], on: impl Into<String>) -> PublishedFigure {
+        PublishedFigure { name: name.to_owned(), unit, labels: labels.clone(), range, on: on.into() }
+    }
+}
+
 /// A figure that each run has: for results, and for a row of a table.
 pub struct PerRun<R> {
     pub name: &'static str,
@@ -111,6 +117,14 @@ pub struct PerRun<R> {
 impl<R> PerRun<R> {
     pub const fn new(name: &'static str, title: &'static str, unit: Unit, value: fn(&R) -> Option<f64>) -> PerRun<R> {
         PerRun { name, title, unit, better: usually(unit), value }
+    }
+
+    pub const fn count(name: &'static str, title: &'static str, value: fn(&R) -> Option<f64>) -> PerRun<R> {
+        PerRun::new(name, title, Unit::Count, value)
+    }
+
+    pub const fn time(name: &'static str, title: &'static str, value: fn(&R) -> Option<f64>) -> PerRun<R> {
+        PerRun::new(name, title, Unit::Seconds, value)
     }
 
     pub const fn less(mut self) -> PerRun<R> {

@@ -7,7 +7,7 @@ use slat::PageSize;
 use slat_machine::linux::topology::HostDescription;
 
 use super::{AgingArgs, Measured, PHASES, PassArg, Run, Series, can_tlb_hide, is_too_many, leaf_size};
-use crate::options::{locking_name, tracking_name};
+use crate::options::{Named, ValueName};
 use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Host, Results, cell, labels, measured_on};
 use crate::statistics::Samples;
@@ -85,7 +85,7 @@ pub(super) fn print(out: &mut impl Write, args: &AgingArgs, all: &[&Series]) -> 
 }
 
 fn header(all: &[&Series], first: String) -> Vec<String> {
-    let title = |series: &Series| format!("{}, lock {}", tracking_name(series.tracking), locking_name(series.locking));
+    let title = |series: &Series| format!("{}, lock {}", series.tracking.name(), series.locking.name());
     std::iter::once(first).chain(all.iter().copied().map(title)).collect()
 }
 
@@ -122,8 +122,8 @@ fn print_warnings(out: &mut impl Write, args: &AgingArgs, all: &[&Series]) -> io
                 writeln!(
                     out,
                     "WARNING: {}, lock {}: after \"{used_by}\": Too many pages still idle ({nr_idle} out of {nr_pages})",
-                    tracking_name(series.tracking),
-                    locking_name(series.locking),
+                    series.tracking.name(),
+                    series.locking.name(),
                 )?;
             }
         }
@@ -145,10 +145,7 @@ fn print_warnings(out: &mut impl Write, args: &AgingArgs, all: &[&Series]) -> io
 pub(super) fn results(args: &AgingArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
-        let labels = labels([
-            ("tracking", tracking_name(series.tracking).into()),
-            ("lock", locking_name(series.locking).into()),
-        ]);
+        let labels = labels([("tracking", series.tracking.name().into()), ("lock", series.locking.name().into())]);
         let mut push = |name: String, unit, samples: Samples| {
             results.push(Figure::new(name, unit, &labels, samples.iter()));
         };

@@ -22,10 +22,9 @@ use slat_machine::memory::BackingKind;
 use slat_machine::vm::guest::{Program, Sharing};
 use slat_machine::vm::machine::{Machine, MachineConfig};
 
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, ensure};
 use crate::options::{
-    ACCESS_TRACKING, GuestArgs, OutputArgs, RUNS, TablesArgs, TrackingArg, locking_name, positive, tracking_name,
-    with_format,
+    ACCESS_TRACKING, GuestArgs, Named, OneOrAll, OutputArgs, RUNS, TablesArgs, one_or_all, positive, with_format,
 };
 use crate::results::Outcome;
 use crate::session::Session;
@@ -40,8 +39,8 @@ pub(crate) struct AgingArgs {
     /// What to do if more than a tenth of the used pages still count as idle
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = StillIdleArg::Auto, hide_short_help = true)]
     still_idle: StillIdleArg,
-    #[arg(long, value_name = "HOW", value_enum, default_value_t = TrackingArg::Both, help = ACCESS_TRACKING)]
-    access_tracking: TrackingArg,
+    #[arg(long, value_name = "HOW", default_value = "both", value_parser = one_or_all::<AccessTracking>(Some("both")), help = ACCESS_TRACKING)]
+    access_tracking: OneOrAll<AccessTracking>,
     /// What a call marks idle
     #[arg(long, value_enum, default_value_t = PassArg::Range, hide_short_help = true)]
     pass: PassArg,
@@ -62,31 +61,12 @@ enum StillIdleArg {
     Fail,
 }
 
-impl StillIdleArg {
-    fn name(self) -> &'static str {
-        match self {
-            StillIdleArg::Auto => "auto",
-            StillIdleArg::Warn => "warn",
-            StillIdleArg::Fail => "fail",
-        }
-    }
-}
-
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum PassArg {
     /// A page, which sees a huge page once.
     Page,
     /// The range of a slot.
     Range,
-}
-
-impl PassArg {
-    fn name(self) -> &'static str {
-        match self {
-            PassArg::Page => "page",
-            PassArg::Range => "range",
-        }
-    }
 }
 
 /// The action of a phase.
@@ -157,12 +137,8 @@ struct Series {
 /// Runs the experiment: all runs, in turns.
 pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failure> {
     let mut all = Vec::new();
-    for &locking in args.tables.lock.lockings() {
-        all.extend(args.access_tracking.trackings().iter().map(|&tracking| Series {
-            tracking,
-            locking,
-            runs: Vec::new(),
-        }));
+    for &locking in &args.tables.lock.values {
+        all.extend(args.access_tracking.values.iter().map(|&tracking| Series { tracking, locking, runs: Vec::new() }));
     }
     let outcome = |all: &[Series]| {
         let measured: Vec<&Series> = all.iter().filter(|series| !series.runs.is_empty()).collect();
@@ -187,7 +163,7 @@ pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failur
     for run in 0..args.runs as usize {
         for which in turns::order(run, all.len()) {
             let series = &mut all[which];
-            progress.begin(format!("{}, lock {}", tracking_name(series.tracking), locking_name(series.locking)));
+            progress.begin(format!("{}, lock {}", series.tracking.name(), series.locking.name()));
             let figures = run_once(series)?;
             series.runs.push(figures);
             progress.step();
@@ -241,14 +217,10 @@ fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session
         let after = machine.vm().stats();
         let nr_flushes = after.flushes - before.flushes;
         if phase.action == Action::MarkIdle {
-            if nr_flushes != 0 {
-                return Err(check_failed(format_args!("marking memory idle flushed {nr_flushes} times")));
-            }
+            ensure!(nr_flushes == 0, Check, "marking memory idle flushed {nr_flushes} times");
             // No vCPU runs, so no page was used since.
             let nr_young = age(&machine, args.pass, Marking::Test)?;
-            if nr_young != 0 {
-                return Err(check_failed(format_args!("{nr_young} pages are young right after they were marked idle")));
-            }
+            ensure!(nr_young == 0, Check, "{nr_young} pages are young right after they were marked idle");
         }
         run.phases.push(Measured { time, nr_pages: nr_visited, nr_faults: after.faults - before.faults, nr_flushes });
         last_title = phase.title;
@@ -299,11 +271,11 @@ fn judge(args: &AgingArgs, used_by: &'static str, nr_young: u64, nr_pages: u64) 
         StillIdleArg::Warn => true,
         StillIdleArg::Auto => can_tlb_hide(args),
     };
-    if is_too_many(nr_idle, nr_pages) && !only_warns {
-        return Err(check_failed(format_args!(
-            "too many pages still idle after \"{used_by}\": {nr_idle} out of {nr_pages} (--still-idle warn only warns)"
-        )));
-    }
+    ensure!(
+        only_warns || !is_too_many(nr_idle, nr_pages),
+        Check,
+        "too many pages still idle after \"{used_by}\": {nr_idle} out of {nr_pages} (--still-idle warn only warns)"
+    );
     Ok(StillIdle { used_by, nr_idle })
 }
 

@@ -48,13 +48,11 @@ fn call(row: &PublishedRow) -> Comparison {
         experiment: 0,
         figure: "get_dirty_log",
         labels: vec![("pages", pages.into()), ("pattern", "random".into())],
-        published: Some(Published {
-            on: "2012".to_owned(),
-            baseline: Some(f64::from(row.old_ns) / 1e9),
-            proposed: Some(f64::from(row.new_ns) / 1e9),
-            proposed_side: PROPOSED.to_owned(),
-            gain: None,
-        }),
+        published: Some(Published::new(
+            "2012",
+            [f64::from(row.old_ns) / 1e9, f64::from(row.new_ns) / 1e9].map(Some),
+            PROPOSED,
+        )),
         sides: sides(HOST_CPUS, claims),
     }
 }

@@ -22,7 +22,7 @@ use slat_machine::linux::topology::HostDescription;
 
 use crate::claims;
 use crate::failure::Failure;
-use crate::options::OutputArgs;
+use crate::options::{OutputArgs, ValueName};
 use crate::quantity::Unit;
 use crate::results::compared::{Compared, System};
 use crate::results::{Figure, Host, Labels, NotRun, Outcome, Results, Shortfall, rfc3339};
@@ -60,20 +60,6 @@ pub(crate) enum SystemArg {
     DirtyLog,
     /// Instructions of faults and log beside KVM, on an emulated machine.
     Instructions,
-}
-
-impl SystemArg {
-    /// The name in options and results: that of the system's experiment.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            SystemArg::ParallelFaults => "parallel-faults",
-            SystemArg::Userfault => "userfault",
-            SystemArg::Shadow => "shadow",
-            SystemArg::NumaSplit => "numa-split",
-            SystemArg::DirtyLog => "dirty-log",
-            SystemArg::Instructions => "instructions",
-        }
-    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]

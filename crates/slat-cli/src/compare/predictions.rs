@@ -7,6 +7,7 @@
 
 use super::comparison::{Comparison, Side};
 use super::systems::Planned;
+use crate::options::ValueName;
 use crate::parallel_faults;
 use crate::results::compared::Published;
 use crate::userfault::{Mode, Uffds, X86};
@@ -49,13 +50,7 @@ pub(super) fn of_faults_in_parallel(experiment: usize) -> impl Iterator<Item = C
                 experiment,
                 figure: phase.figure,
                 labels: vec![("hypervisor", "kvm".into()), ("access", access.into())],
-                published: Some(Published {
-                    on: "96 vCPUs".to_owned(),
-                    baseline: Some(baseline),
-                    proposed: Some(proposed),
-                    proposed_side: sides[0].name.clone(),
-                    gain: None,
-                }),
+                published: Some(Published::new("96 vCPUs", [baseline, proposed].map(Some), &sides[0].name)),
                 sides,
             }
         })
@@ -73,7 +68,7 @@ pub(super) fn of_userfault(experiment: usize) -> impl Iterator<Item = Comparison
         let (backing, uffds) = (group.backing.to_string(), group.uffds.name());
         let published = |mode| group.rate(mode, USERFAULT_VCPUS);
         let name = |mode: Mode| format!("model: KVM, {mode}");
-        let side = |mode: Mode| Side::predicted(name(mode), &[("mode", mode.name())], published(mode));
+        let side = |mode: Mode| Side::predicted(name(mode), &[("mode", &mode.name())], published(mode));
         let rows = || group.rows.iter().map(|row| row.mode);
         let others = rows().filter(|&mode| mode != Mode::Exits && published(mode).is_some());
         // A reader for each vCPU, as in the comparison that is measured.
@@ -93,13 +88,7 @@ pub(super) fn of_userfault(experiment: usize) -> impl Iterator<Item = Comparison
                 ("backing", backing.into()),
                 ("uffds", uffds.into()),
             ],
-            published: Some(Published {
-                on: "96 CPUs".to_owned(),
-                baseline,
-                proposed: published(Mode::Exits),
-                proposed_side: name(Mode::Exits),
-                gain: None,
-            }),
+            published: Some(Published::new("96 CPUs", [baseline, published(Mode::Exits)], &name(Mode::Exits))),
             sides: std::iter::once(Mode::Exits).chain(others).map(side).collect(),
         }
     })
@@ -122,11 +111,8 @@ pub(super) fn of_numa_splitting(experiment: usize) -> Comparison {
         figure: "dirty_memory",
         labels: vec![("splitters", "one".into())],
         published: Some(Published {
-            on: "416 vCPUs on 8 nodes".to_owned(),
-            baseline: None,
-            proposed: None,
-            proposed_side: sides[0].name.clone(),
             gain: Some(SPLIT_LESS_TIME.map(|less| 1.0 / (1.0 - less))),
+            ..Published::new("416 vCPUs on 8 nodes", [None; 2], &sides[0].name)
         }),
         sides,
     }

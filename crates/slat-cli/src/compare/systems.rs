@@ -74,13 +74,7 @@ fn faults_in_parallel(size: Size) -> Plan {
     for (experiment, access) in ["partitioned", "overlapping"].into_iter().enumerate() {
         for phase in &parallel_faults::PHASES {
             let [baseline, proposed] = phase.published_s(access == "overlapping");
-            let published = Some(Published {
-                on: "96 vCPUs".to_owned(),
-                baseline: Some(baseline),
-                proposed: Some(proposed),
-                proposed_side: "lock shared".to_owned(),
-                gain: None,
-            });
+            let published = Some(Published::new("96 vCPUs", [baseline, proposed].map(Some), "lock shared"));
             let is_claimed = phase.faults && access == "partitioned";
             let claim = (is_claimed && shows_a_lock).then_some(BETTER);
             let unclaimed = (is_claimed && !shows_a_lock).then_some("tie: needs more CPUs");
@@ -134,13 +128,11 @@ fn userfault(size: Size) -> Plan {
             experiment: 0,
             figure: "paging_rate",
             labels: vec![("vcpus", nr_vcpus.into())],
-            published: Some(Published {
-                on: "96 CPUs".to_owned(),
-                baseline: published("missing"),
-                proposed: published("uf"),
-                proposed_side: "slat (userfault exits)".to_owned(),
-                gain: None,
-            }),
+            published: Some(Published::new(
+                "96 CPUs",
+                [published("missing"), published("uf")],
+                "slat (userfault exits)",
+            )),
             sides: vec![
                 side("slat (userfault exits)", Role::Slat, "uf"),
                 side("userfaultfd, a reader for each vCPU", Role::Peer, "missing").claimed(BETTER),
@@ -196,12 +188,12 @@ fn shadow_paging(size: Size) -> Plan {
                 }
             };
             let title = "Guest time of a kernel build (modelled)";
-            let published = (experiment == 0).then(|| Published {
-                on: "a kernel's compile".to_owned(),
-                baseline: Some(wall_s[0]),
-                proposed: Some(wall_s[1]),
-                proposed_side: "slat (root-cache, as the series)".to_owned(),
-                gain: None,
+            let published = (experiment == 0).then(|| {
+                Published::new(
+                    "a kernel's compile",
+                    [wall_s[0], wall_s[1]].map(Some),
+                    "slat (root-cache, as the series)",
+                )
             });
             comparisons.push(Comparison { published, ..new("guest_time", title, MODELLED, Some(BETTER)) });
             let new = |figure, title, claim| new(figure, title, SOFTWARE_CPUS, claim);

@@ -8,6 +8,7 @@ use super::bench::{Cell, Series};
 use super::migration::{Migration, TurnCounts};
 use super::subject::flush_method;
 use super::{DirtyLogArgs, Method, Notes, Workload, published};
+use crate::options::ValueName;
 use crate::quantity::{NOTHING, Unit, quantity};
 use crate::results::{self, Better, Figure, Host, Labels, PerRun, Results, cell, measured_on};
 use crate::statistics::Samples;
@@ -264,26 +265,26 @@ type Row = PerRun<TurnCounts>;
 
 /// The figures of a turn of a migration.
 const TURNS: [Row; 9] = [
-    Row::new("write_fault_p50", "Guest's write that faults, p50", Unit::Seconds, |turn| turn.fault(0.5)),
-    Row::new("write_fault_p99", "Guest's write that faults, p99", Unit::Seconds, |turn| turn.fault(0.99)),
-    Row::new("write_fault_max", "Guest's write that faults, longest", Unit::Seconds, |turn| turn.fault(1.0)),
-    Row::new("write_fault", "Guest's write that faults, mean", Unit::Seconds, |turn| {
+    Row::time("write_fault_p50", "Guest's write that faults, p50", |turn| turn.fault(0.5)),
+    Row::time("write_fault_p99", "Guest's write that faults, p99", |turn| turn.fault(0.99)),
+    Row::time("write_fault_max", "Guest's write that faults, longest", |turn| turn.fault(1.0)),
+    Row::time("write_fault", "Guest's write that faults, mean", |turn| {
         (!turn.faults.is_empty()).then(|| turn.faults.mean())
     }),
-    Row::new("guest_stall", "Guest stall in a fault (sample), mean", Unit::Seconds, |turn| {
+    Row::time("guest_stall", "Guest stall in a fault (sample), mean", |turn| {
         Some(turn.stall_s? / (turn.nr_faults? as f64).max(1.0))
     }),
     Row::new("guest_stall_share", "Guest stall, share of the time", Unit::Ratio, |turn| {
         Some(turn.of_time(turn.stall_s?))
     })
     .less(),
-    Row::new("guest_write", "Guest's time of a write, mean", Unit::Seconds, |turn| {
+    Row::time("guest_write", "Guest's time of a write, mean", |turn| {
         Some(turn.writing_s / (turn.nr_writes as f64).max(1.0))
     }),
     Row::new("guest_writes_per_second", "Guest's writes in a second", Unit::PerSecond, |turn| {
         Some(turn.of_time(turn.nr_writes as f64))
     }),
-    Row::new("faults", "Faults", Unit::Count, |turn| turn.nr_faults.map(|faults| faults as f64)),
+    Row::count("faults", "Faults", |turn| turn.nr_faults.map(|faults| faults as f64)),
 ];
 
 /// Prints the tables of a migration.

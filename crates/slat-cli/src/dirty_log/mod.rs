@@ -37,7 +37,7 @@ use slat_machine::hardware::walk::HardwareFormat;
 use slat_machine::linux::topology::HostDescription;
 use slat_machine::memory::{Backing, BackingKind};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, ensure, refuse};
 use crate::kvm::{KvmFacts, MAX_REGION_BYTES};
 use crate::options::{
     FormatArg, OutputArgs, PEER, PagingArg, PeerArg, SEED, check_shadow_format, except, positive, size_bytes,
@@ -152,7 +152,7 @@ impl DirtyLogArgs {
     fn patterns(&self) -> &[DirtyPattern] {
         self.pattern.as_deref().unwrap_or(match self.workload {
             Workload::Range => &[DirtyPattern::Run, DirtyPattern::Random],
-            _ => &DirtyPattern::ALL,
+            _ => DirtyPattern::value_variants(),
         })
     }
 }
@@ -175,18 +175,6 @@ pub(crate) enum Workload {
     Migration,
     /// A large slot, whole and in windows.
     Range,
-}
-
-impl Workload {
-    /// The name in options and results.
-    fn name(self) -> &'static str {
-        match self {
-            Workload::Table => "table",
-            Workload::Framebuffer => "framebuffer",
-            Workload::Migration => "migration",
-            Workload::Range => "range",
-        }
-    }
 }
 
 /// A way to get a dirty log.
@@ -265,37 +253,38 @@ pub(crate) fn run(args: &DirtyLogArgs, session: &Session) -> Result<Outcome, Fai
 
 /// The methods to measure, without KVM.
 fn check_usage(args: &DirtyLogArgs) -> Result<Vec<Method>, Failure> {
-    let usage = |what: String| Err(Failure::Usage(what));
     if args.paging == PagingArg::Shadow {
         check_shadow_format(args.format)?;
     }
     let has_pages = matches!(args.workload, Workload::Table | Workload::Range);
-    if !has_pages && (args.pages.is_some() || args.pattern.is_some()) {
-        return usage("--pages and --pattern are for the table and the range; leave them out".to_owned());
-    }
-    if args.workload != Workload::Range && args.has_windows() {
-        return usage("--window is for the range; leave it out".to_owned());
-    }
-    if args.workload != Workload::Migration && args.rate.is_some() {
-        return usage("--rate is for the migration; leave it out".to_owned());
-    }
     let nr_pages = args.nr_pages();
-    if let Some(pages) = args.pages.iter().flatten().find(|&&pages| pages > nr_pages) {
-        return usage(format!(
-            "{pages} dirty pages of a slot that has {nr_pages}; choose fewer, or a larger slot (-b)"
-        ));
-    }
+    let too_many = args.pages.iter().flatten().copied().find(|&pages| pages > nr_pages);
+    refuse([
+        (
+            !has_pages && (args.pages.is_some() || args.pattern.is_some()),
+            "--pages and --pattern are for the table and the range; leave them out",
+        ),
+        (args.workload != Workload::Range && args.has_windows(), "--window is for the range; leave it out"),
+        (args.workload != Workload::Migration && args.rate.is_some(), "--rate is for the migration; leave it out"),
+        (
+            too_many.is_some(),
+            &format!(
+                "{} dirty pages of a slot that has {nr_pages}; choose fewer, or a larger slot (-b)",
+                too_many.unwrap_or_default()
+            ),
+        ),
+    ])?;
     let Some(chosen) = &args.method else {
         return Ok(match args.workload {
             Workload::Table | Workload::Framebuffer => Method::SOFTWARE.to_vec(),
             Workload::Migration | Workload::Range => Method::WAYS.to_vec(),
         });
     };
-    if chosen.contains(&Method::Xchg16) && !peer::has_exchange16() {
-        return Err(Failure::CannotServe(
-            "its CPUs have no exchange of 16 bytes, for xchg16; choose another --method".to_owned(),
-        ));
-    }
+    ensure!(
+        peer::has_exchange16() || !chosen.contains(&Method::Xchg16),
+        CannotServe,
+        "its CPUs have no exchange of 16 bytes, for xchg16; choose another --method"
+    );
     // In the order of the columns, each once.
     Ok(Method::SOFTWARE.into_iter().filter(|method| chosen.contains(method)).collect())
 }

@@ -20,16 +20,6 @@ pub(crate) enum DirtyPattern {
 }
 
 impl DirtyPattern {
-    pub(super) const ALL: [DirtyPattern; 3] = [DirtyPattern::Run, DirtyPattern::Stride, DirtyPattern::Random];
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            DirtyPattern::Run => "run",
-            DirtyPattern::Stride => "stride",
-            DirtyPattern::Random => "random",
-        }
-    }
-
     /// Chooses `nr_dirty` different pages of `nr_pages`, in the order in which they are written.
     /// Both are not 0, and the first not more than the second.
     pub(super) fn choose(self, nr_dirty: u32, nr_pages: u32, rng: &mut SmallRng) -> Vec<u32> {
@@ -93,7 +83,7 @@ mod tests {
     #[test]
     fn as_many_different_pages_as_were_asked_for() {
         let mut rng = SmallRng::seed_from_u64(3);
-        for pattern in DirtyPattern::ALL {
+        for pattern in DirtyPattern::value_variants() {
             for (nr_dirty, nr_pages) in [(1, 1), (1, 1000), (7, 1000), (512, 1000), (999, 1000), (1000, 1000)] {
                 let mut pages = pattern.choose(nr_dirty, nr_pages, &mut rng);
                 assert!(pages.iter().all(|&page| page < nr_pages), "{pattern:?} {nr_dirty}");

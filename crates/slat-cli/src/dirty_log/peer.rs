@@ -33,7 +33,7 @@ mod slots;
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use slat::format::{Hardware, LeafAttributes};
 use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, Outcome};
@@ -47,6 +47,7 @@ use slat_machine::memory::phys;
 use super::Method;
 use super::subject::{DirtyLog, Guest, READS_PER_SLICE, SoftwareGuest, Subject, gpa, page};
 use crate::failure::Failure;
+use crate::live::lock;
 pub(super) use exchange16::is_available as has_exchange16;
 use grace::InGuest;
 use slots::{Log, Slots};
@@ -236,11 +237,6 @@ impl<F: HardwareFormat> PeerVm<F> {
             Method::Xchg | Method::Slat | Method::SlatLeaf | Method::Kvm => self.exchange(out),
         }
     }
-}
-
-/// Ignores poison: a panic ends the command, so no later call finds state half changed.
-fn lock(mutex: &Mutex<()>) -> std::sync::MutexGuard<'_, ()> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The vCPU's side of a peer.

@@ -7,6 +7,7 @@
 
 use super::pattern::DirtyPattern;
 use super::{DirtyLogArgs, Method, Workload};
+use crate::options::ValueName;
 use crate::quantity::{Unit, range};
 use crate::results::{PublishedFigure, labels};
 
@@ -100,7 +101,7 @@ pub(super) fn figure(
             labels.insert("workload".to_owned(), args.workload.name().into());
         }
     }
-    Some(PublishedFigure { name: "get_dirty_log".to_owned(), unit: Unit::Seconds, labels, range, on: ON.to_owned() })
+    Some(PublishedFigure::new("get_dirty_log", Unit::Seconds, &labels, range, ON))
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ use super::figures::{labels, object, print_notes};
 use super::pattern::DirtyPattern;
 use super::{DirtyLogArgs, Method, Notes};
 use crate::failure::Failure;
+use crate::options::ValueName;
 use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Outcome, Results, cell};
 use crate::session::Session;

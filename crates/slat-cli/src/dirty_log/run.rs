@@ -8,6 +8,7 @@ use super::DirtyLogArgs;
 use super::bench::{Bench, Cell};
 use super::pattern::DirtyPattern;
 use crate::failure::Failure;
+use crate::options::ValueName;
 use crate::results::Outcome;
 use crate::session::Session;
 use crate::turns;

@@ -18,8 +18,9 @@ use slat::Gfn;
 use slat_machine::memory::Backing;
 
 use super::system::{EXIT_GVA, GuestProgram, READ_PAGES, System, WRITE_LISTED, WRITE_PAGES, page_gpa};
+use super::vm::tried;
 use super::watchdog::Watchdog;
-use super::{KvmError, VmShape, tried};
+use super::{KvmError, VmShape};
 
 const PAGE_FAULT: u16 = 14;
 /// The bit that is always one.
@@ -42,7 +43,6 @@ pub(crate) struct KvmGuest {
     nr_vcpus: u64,
     /// The system registers at CPL 3.
     sregs: kvm_sregs,
-    watchdog: Watchdog,
 }
 
 impl KvmGuest {
@@ -62,7 +62,6 @@ impl KvmGuest {
             index,
             nr_vcpus: shape.nr_vcpus as u64,
             sregs,
-            watchdog: Watchdog::new(),
         })
     }
 
@@ -110,21 +109,18 @@ impl KvmGuest {
 
     /// Runs until the guest writes to a port, and returns the port.
     fn run(&mut self, nr_pages: u64) -> Result<u16, KvmError> {
-        let KvmGuest { vcpu, watchdog, nr_vcpus, .. } = self;
-        let why = watchdog.watch(time_limit(nr_pages, *nr_vcpus), || {
-            loop {
-                match vcpu.run() {
-                    Ok(VcpuExit::IoOut(port, _)) => return Ok(port),
-                    Ok(other) => return Err(format!("{other:?}")),
-                    Err(error) if error.errno() == libc::EINTR && !watchdog.has_expired() => (),
-                    Err(error) if error.errno() == libc::EINTR => return Err("it does not end".to_owned()),
-                    Err(error) => return Err(error.to_string()),
-                }
+        let limit = time_limit(nr_pages, self.nr_vcpus);
+        let watchdog = Watchdog::new(limit).map_err(|error| KvmError(format!("set a timer: {error}")))?;
+        let why = loop {
+            match self.vcpu.run() {
+                Ok(VcpuExit::IoOut(port, _)) => return Ok(port),
+                Ok(other) => break format!("{other:?}"),
+                Err(error) if error.errno() == libc::EINTR && !watchdog.has_expired() => (),
+                Err(error) if error.errno() == libc::EINTR => break "it does not end".to_owned(),
+                Err(error) => break error.to_string(),
             }
-        });
-        why.map_err(|why| {
-            let rip = self.vcpu.get_regs().map_or(0, |regs| regs.rip);
-            KvmError(format!("run the guest: {why}, at {rip:#x}"))
-        })
+        };
+        let rip = self.vcpu.get_regs().map_or(0, |regs| regs.rip);
+        Err(KvmError(format!("run the guest: {why}, at {rip:#x}")))
     }
 }

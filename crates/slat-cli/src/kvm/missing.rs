@@ -1,116 +1,66 @@
-//! The names of `kvm`, which is for Linux on x86-64, without an implementation, for all other
-//! targets.
+//! The names of `vm`, `guest` and `facts` for other targets than Linux on x86-64: there is no VM.
 
-use std::fmt;
+use std::ops::Range;
 
 use serde_json::Value;
 use slat::dirty::ManualProtect;
 use slat_machine::memory::Backing;
 
-use crate::failure::{Failure, LEAVE_KVM_OUT};
+use super::{KvmError, Logging, VmShape};
 
-/// The largest region that `kvm` can have.
-pub(crate) const MAX_REGION_BYTES: u64 = 64 << 30;
+/// Methods that cannot be called, since there is no value.
+macro_rules! missing {
+    ($name:ident: $(fn $method:ident($self:ident: $this:ty $(, $argument:ty)*) -> $result:ty;)+) => {
+        #[derive(Clone, Debug)]
+        pub(crate) enum $name {}
 
-#[derive(Debug)]
-pub(crate) struct KvmError;
-
-impl fmt::Display for KvmError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("it is implemented for Linux on x86-64 only")
-    }
+        impl $name {
+            $(pub(crate) fn $method($self: $this $(, _: $argument)*) -> $result {
+                match *$self {}
+            })+
+        }
+    };
 }
 
-impl From<KvmError> for Failure {
-    fn from(error: KvmError) -> Failure {
-        Failure::CannotServe(format!("KVM: {error}{LEAVE_KVM_OUT}"))
-    }
+missing! {
+    KvmFacts:
+    fn name(self: &Self) -> String;
+    fn measured_on(self: &Self) -> String;
+    fn lines(self: &Self) -> Vec<String>;
+    fn json(self: &Self) -> Value;
 }
 
-#[derive(Clone, Debug)]
-pub(crate) enum KvmFacts {}
-
-impl KvmFacts {
-    pub(crate) fn name(&self) -> String {
-        match *self {}
-    }
-
-    pub(crate) fn measured_on(&self) -> String {
-        match *self {}
-    }
-
-    pub(crate) fn lines(&self) -> Vec<String> {
-        match *self {}
-    }
-
-    pub(crate) fn json(&self) -> Value {
-        match *self {}
-    }
+missing! {
+    KvmGuest:
+    fn write_listed(self: &mut Self, &[u32], u64) -> Result<(), KvmError>;
+    fn write_pages(self: &mut Self, Range<u64>, u64) -> Result<(), KvmError>;
+    fn read_pages(self: &mut Self, u64, u64) -> Result<(), KvmError>;
 }
 
-pub(crate) fn facts() -> Result<KvmFacts, KvmError> {
-    Err(KvmError)
-}
-
-pub(crate) fn nearest_manual_protect(_wanted: ManualProtect) -> Result<ManualProtect, KvmError> {
-    Err(KvmError)
-}
-
-#[derive(Clone, Copy, Debug)]
-#[expect(dead_code, reason = "no code reads them")]
-pub(crate) struct VmShape {
-    pub(crate) nr_vcpus: usize,
-    pub(crate) nr_slots: u32,
-    pub(crate) nr_listed: u64,
-    pub(crate) manual_protect: ManualProtect,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Logging {
-    Off,
-    On,
-}
-
-pub(crate) enum KvmVm {}
-
-pub(crate) enum KvmGuest {}
-
-impl KvmGuest {
-    pub(crate) fn write_listed(&mut self, _pages: &[u32], _value: u64) -> Result<(), KvmError> {
-        match *self {}
-    }
-
-    pub(crate) fn read_pages(&mut self, _nr_pages: u64, _nr_reads: u64) -> Result<(), KvmError> {
-        match *self {}
-    }
-
-    pub(crate) fn write_pages(&mut self, _pages: std::ops::Range<u64>, _first: u64) -> Result<(), KvmError> {
-        match *self {}
-    }
+missing! {
+    KvmVm:
+    fn set_logging(self: &Self, Logging) -> Result<(), KvmError>;
+    fn empty_bitmaps(self: &Self) -> Vec<Vec<u64>>;
+    fn pages_per_slot(self: &Self) -> u64;
+    fn get_dirty_log(self: &Self, u32, &mut [u64]) -> Result<(), KvmError>;
+    fn clear_dirty_log(self: &Self, u32, &[u64]) -> Result<(), KvmError>;
 }
 
 impl KvmVm {
-    pub(crate) fn new(_memory: &Backing, _shape: &VmShape) -> Result<(KvmVm, Vec<KvmGuest>), KvmError> {
-        Err(KvmError)
+    pub(crate) fn new(_memory: &Backing, shape: &VmShape) -> Result<(KvmVm, Vec<KvmGuest>), KvmError> {
+        let _ = (shape.nr_vcpus, shape.nr_slots, shape.nr_listed, shape.manual_protect);
+        Err(none())
     }
+}
 
-    pub(crate) fn set_logging(&self, _logging: Logging) -> Result<(), KvmError> {
-        match *self {}
-    }
+fn none() -> KvmError {
+    KvmError("it is implemented for Linux on x86-64 only".to_owned())
+}
 
-    pub(crate) fn empty_bitmaps(&self) -> Vec<Vec<u64>> {
-        match *self {}
-    }
+pub(crate) fn facts() -> Result<KvmFacts, KvmError> {
+    Err(none())
+}
 
-    pub(crate) fn pages_per_slot(&self) -> u64 {
-        match *self {}
-    }
-
-    pub(crate) fn get_dirty_log(&self, _index: u32, _bitmap: &mut [u64]) -> Result<(), KvmError> {
-        match *self {}
-    }
-
-    pub(crate) fn clear_dirty_log(&self, _index: u32, _bitmap: &[u64]) -> Result<(), KvmError> {
-        match *self {}
-    }
+pub(crate) fn nearest_manual_protect(_wanted: ManualProtect) -> Result<ManualProtect, KvmError> {
+    Err(none())
 }

@@ -13,7 +13,8 @@ use kvm_bindings::{kvm_segment, kvm_sregs};
 use slat::{Gfn, PAGE_SIZE};
 use slat_machine::memory::Backing;
 
-use super::{KvmError, MAX_REGION_BYTES, VmShape, system_memory};
+use super::vm::system_memory;
+use super::{KvmError, MAX_REGION_BYTES, VmShape};
 
 /// Where the system is.
 pub(super) const SYSTEM_GPA: u64 = SIZE_2M;

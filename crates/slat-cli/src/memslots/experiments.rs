@@ -13,6 +13,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
 use slat::baselines::Locking;
 use slat::stats::Stats;
 use slat::{Gfn, PAGE_SIZE};
@@ -22,7 +23,7 @@ use slat_machine::hardware::walk::HardwareFormat;
 use super::MemslotsArgs;
 use super::area::{AREA_PAGES, Area};
 use super::guest::{AreaGuest, GuestJob, VALUES, pages};
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, ensure};
 use crate::session::Session;
 
 /// Pages of test 0.
@@ -36,31 +37,19 @@ const MOVE_PAGES: u64 = pages(192 << 10);
 /// The host's word of each page in test 5; the guest's is the first.
 const HOST_WORD_BYTES: u64 = PAGE_SIZE / 2;
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// The tests, by their numbers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(super) enum Test {
     Map,
     Unmap,
+    #[value(name = "unmap chunked")]
     UnmapChunked,
+    #[value(name = "move active area")]
     MoveActive,
+    #[value(name = "move inactive area")]
     MoveInactive,
+    #[value(name = "RW")]
     Rw,
-}
-
-impl Test {
-    /// All tests, by their numbers.
-    pub(super) const ALL: [Test; 6] =
-        [Test::Map, Test::Unmap, Test::UnmapChunked, Test::MoveActive, Test::MoveInactive, Test::Rw];
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Test::Map => "map",
-            Test::Unmap => "unmap",
-            Test::UnmapChunked => "unmap chunked",
-            Test::MoveActive => "move active area",
-            Test::MoveInactive => "move inactive area",
-            Test::Rw => "RW",
-        }
-    }
 }
 
 /// The figures of one run of a test.
@@ -71,12 +60,7 @@ pub(super) struct Run {
     pub(super) elapsed: Duration,
     /// At least one.
     pub(super) nr_iterations: u64,
-    /// Calls by which the host unmapped or moved memory, and the time in them.
-    pub(super) nr_host_calls: u64,
-    pub(super) host_time: Duration,
-    /// Words that host or guest verified.
-    pub(super) nr_verified: u64,
-    pub(super) nr_mmio_exits: u64,
+    pub(super) counts: TestCounts,
     /// The engine's counters after the last iteration; nothing counts before the first.
     pub(super) stats: Stats,
     pub(super) flush_method: FlushMethod,
@@ -91,11 +75,13 @@ impl Run {
 
 /// The counts of a test.
 #[derive(Default)]
-struct TestCounts {
-    nr_host_calls: u64,
-    host_time: Duration,
-    nr_verified: u64,
-    nr_mmio_exits: u64,
+pub(super) struct TestCounts {
+    /// Calls by which the host unmapped or moved memory, and the time in them.
+    pub(super) nr_host_calls: u64,
+    pub(super) host_time: Duration,
+    /// Words that host or guest verified.
+    pub(super) nr_verified: u64,
+    pub(super) nr_mmio_exits: u64,
 }
 
 /// A running test.
@@ -104,7 +90,7 @@ struct Bench<'a, F: HardwareFormat> {
     guest: AreaGuest,
     extra_checks: bool,
     time: Duration,
-    tally: TestCounts,
+    counts: TestCounts,
 }
 
 /// Runs `test` once.
@@ -117,8 +103,13 @@ pub(super) fn run<F: HardwareFormat>(
     let (area, setup) = Area::<F>::new(args.slots, locking)?;
     let _watched = session.watch(area.vm());
     let guest = AreaGuest::start(area.create_cpu()?, args.timeout)?;
-    let time = args.duration;
-    let mut bench = Bench { area: &area, guest, extra_checks: args.extra_checks, time, tally: TestCounts::default() };
+    let mut bench = Bench {
+        area: &area,
+        guest,
+        extra_checks: args.extra_checks,
+        time: args.duration,
+        counts: TestCounts::default(),
+    };
     let (elapsed, nr_iterations) = match test {
         Test::Map => bench.by_halves(MAP_PAGES, MAP_PAGES / 2),
         Test::Unmap => bench.by_halves(UNMAP_PAGES, 1),
@@ -127,15 +118,11 @@ pub(super) fn run<F: HardwareFormat>(
         Test::MoveInactive => bench.move_last_slot(0..MOVE_PAGES.min(area.last_slot().pages.start)),
         Test::Rw => bench.read_and_write(),
     }?;
-    let TestCounts { nr_host_calls, host_time, nr_verified, nr_mmio_exits } = bench.tally;
     Ok(Run {
         setup,
         elapsed,
         nr_iterations,
-        nr_host_calls,
-        host_time,
-        nr_verified,
-        nr_mmio_exits,
+        counts: bench.counts,
         stats: area.stats(),
         flush_method: area.flush_method(),
     })
@@ -184,11 +171,11 @@ impl<F: HardwareFormat> Bench<'_, F> {
         // The machine's frames are the host's addresses, so the check of values would not notice a
         // page that was never zapped.
         let (faults, discarded) = (self.area.stats().faults, nr_pages * nr_iterations);
-        if faults < discarded {
-            return Err(check_failed(format_args!(
-                "the guest faulted {faults} times on {discarded} pages that were not mapped"
-            )));
-        }
+        ensure!(
+            faults >= discarded,
+            Check,
+            "the guest faulted {faults} times on {discarded} pages that were not mapped"
+        );
         Ok((elapsed, nr_iterations))
     }
 
@@ -196,9 +183,9 @@ impl<F: HardwareFormat> Bench<'_, F> {
         let begin = Instant::now();
         for start in pages.clone().step_by(chunk_pages as usize) {
             self.area.discard(&(start..(start + chunk_pages).min(pages.end)))?;
-            self.tally.nr_host_calls += 1;
+            self.counts.nr_host_calls += 1;
         }
-        self.tally.host_time += begin.elapsed();
+        self.counts.host_time += begin.elapsed();
         if self.extra_checks {
             self.check(pages, 0)?;
         }
@@ -208,7 +195,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
     /// Waits for the guest's job.
     fn finish_guest(&mut self) -> Result<(), Failure> {
         let done = self.guest.wait()?;
-        self.tally.nr_verified += done.nr_verified;
+        self.counts.nr_verified += done.nr_verified;
         Ok(())
     }
 
@@ -224,7 +211,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
     fn expect(&mut self, page: u64, offset_bytes: u64, expected: u64) -> Result<(), Failure> {
         match self.area.backing().load((page << Gfn::SHIFT) + offset_bytes) {
             Some(found) if found == expected => {
-                self.tally.nr_verified += 1;
+                self.counts.nr_verified += 1;
                 Ok(())
             }
             found => Err(check_failed(format_args!(
@@ -244,7 +231,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
                 bench.guest.steps().next();
                 let begin = Instant::now();
                 bench.area.move_slot(&slot, up_pages)?;
-                bench.tally.host_time += begin.elapsed();
+                bench.counts.host_time += begin.elapsed();
                 bench.guest.steps().next();
                 if bench.extra_checks {
                     // Otherwise the memslot moves again before the guest has written much.
@@ -254,9 +241,9 @@ impl<F: HardwareFormat> Bench<'_, F> {
             Ok(())
         })?;
         let done = self.guest.stop()?;
-        self.tally.nr_host_calls = 2 * nr_iterations;
-        self.tally.nr_verified += done.nr_verified;
-        self.tally.nr_mmio_exits = done.nr_mmio_exits;
+        self.counts.nr_host_calls = 2 * nr_iterations;
+        self.counts.nr_verified += done.nr_verified;
+        self.counts.nr_mmio_exits = done.nr_mmio_exits;
         for (page, written) in window.zip(done.written) {
             self.expect(page, 0, written)?;
         }

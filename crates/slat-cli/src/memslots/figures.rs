@@ -9,7 +9,7 @@ use slat_machine::linux::topology::HostDescription;
 use super::area::AREA_PAGES;
 use super::experiments::Run;
 use super::{MemslotsArgs, Series};
-use crate::options::locking_name;
+use crate::options::{Named, ValueName};
 use crate::quantity::Unit;
 use crate::results::{Host, PerRun, Results, labels, measured_on};
 use crate::table::{self, MEDIAN};
@@ -19,14 +19,14 @@ const COLUMNS: [PerRun<Run>; 9] = [
     PerRun::new("iterations_per_second", "iterations/s", Unit::PerSecond, |run| {
         Some(1.0 / run.iteration_s().max(f64::MIN_POSITIVE))
     }),
-    PerRun::new("faults", "faults", Unit::Count, |run| each(run, run.stats.faults)),
-    PerRun::new("retries", "retries", Unit::Count, |run| each(run, run.stats.retries)),
-    PerRun::new("flushes", "flushes", Unit::Count, |run| each(run, run.stats.flushes)),
-    PerRun::new("mmio_exits", "MMIO exits", Unit::Count, |run| each(run, run.nr_mmio_exits)),
-    PerRun::new("host_calls", "host's calls", Unit::Count, |run| each(run, run.nr_host_calls)),
-    PerRun::new("host_call", "a call", Unit::Seconds, host_call_s),
-    PerRun::new("guest_stall_p50", "stall p50", Unit::Seconds, |run| stall_s(run, 500)),
-    PerRun::new("guest_stall_p99", "stall p99", Unit::Seconds, |run| stall_s(run, 990)),
+    PerRun::count("faults", "faults", |run| each(run, run.stats.faults)),
+    PerRun::count("retries", "retries", |run| each(run, run.stats.retries)),
+    PerRun::count("flushes", "flushes", |run| each(run, run.stats.flushes)),
+    PerRun::count("mmio_exits", "MMIO exits", |run| each(run, run.counts.nr_mmio_exits)),
+    PerRun::count("host_calls", "host's calls", |run| each(run, run.counts.nr_host_calls)),
+    PerRun::time("host_call", "a call", host_call_s),
+    PerRun::time("guest_stall_p50", "stall p50", |run| stall_s(run, 500)),
+    PerRun::time("guest_stall_p99", "stall p99", |run| stall_s(run, 990)),
 ];
 
 fn each(run: &Run, count: u64) -> Option<f64> {
@@ -35,7 +35,7 @@ fn each(run: &Run, count: u64) -> Option<f64> {
 
 /// Seconds for one discard or move.
 fn host_call_s(run: &Run) -> Option<f64> {
-    (run.nr_host_calls != 0).then(|| run.host_time.as_secs_f64() / run.nr_host_calls as f64)
+    (run.counts.nr_host_calls != 0).then(|| run.counts.host_time.as_secs_f64() / run.counts.nr_host_calls as f64)
 }
 
 /// A quantile of the guest's stall in a fault, in seconds.
@@ -46,10 +46,10 @@ fn stall_s(run: &Run, per_mille: u32) -> Option<f64> {
 
 /// Further figures, which the table does not show.
 const OTHERS: [PerRun<Run>; 4] = [
-    PerRun::new("iteration", "an iteration", Unit::Seconds, |run| Some(run.iteration_s())),
-    PerRun::new("iterations", "iterations", Unit::Count, |run| Some(run.nr_iterations as f64)),
-    PerRun::new("slot_setup", "slot setup", Unit::Seconds, |run| Some(run.setup.as_secs_f64())),
-    PerRun::new("verified", "words verified", Unit::Count, |run| Some(run.nr_verified as f64)),
+    PerRun::time("iteration", "an iteration", |run| Some(run.iteration_s())),
+    PerRun::count("iterations", "iterations", |run| Some(run.nr_iterations as f64)),
+    PerRun::time("slot_setup", "slot setup", |run| Some(run.setup.as_secs_f64())),
+    PerRun::count("verified", "words verified", |run| Some(run.counts.nr_verified as f64)),
 ];
 
 /// Prints the lines of KVM's test, then the table and the notes.
@@ -73,7 +73,7 @@ pub(super) fn print(out: &mut impl Write, args: &MemslotsArgs, all: &[&Series]) 
     if host.nr_cpus < 2 {
         writeln!(out, "Host and guest share {} CPU: the times measure the scheduler too.", host.nr_cpus)?;
     }
-    let nr_verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.nr_verified).sum();
+    let nr_verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.counts.nr_verified).sum();
     writeln!(out, "Verified: {nr_verified} words had the value that was written.")
 }
 
@@ -85,9 +85,9 @@ fn print_series(out: &mut impl Write, args: &MemslotsArgs, series: &Series) -> i
         args.runs,
         format_duration(args.duration)
     )?;
-    match args.tables.lock.lockings().len() {
+    match &args.tables.lock.values.len() {
         1 => writeln!(out)?,
-        _ => writeln!(out, " (lock {})", locking_name(series.locking))?,
+        _ => writeln!(out, " (lock {})", series.locking.name())?,
     }
     for run in &series.runs {
         let (setup, elapsed, iteration) = (run.setup.as_secs_f64(), run.elapsed.as_secs_f64(), run.iteration_s());
@@ -99,7 +99,7 @@ fn print_series(out: &mut impl Write, args: &MemslotsArgs, series: &Series) -> i
                 out,
                 "  {faults} faults ({spurious} spurious), {retries} retries, {zapped} entries zapped, {flushes} flushes, \
                  {} MMIO exits, {} calls of the host, {} words verified",
-                run.nr_mmio_exits, run.nr_host_calls, run.nr_verified
+                run.counts.nr_mmio_exits, run.counts.nr_host_calls, run.counts.nr_verified
             )?;
         }
     }
@@ -120,7 +120,7 @@ fn print_table(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
     let header = [format!("{MEDIAN}, counts of one iteration"), "lock".to_owned()];
     let mut figures = table::figures(header.into_iter().chain(titles));
     for series in all {
-        let mut cells = vec![series.test.name().to_owned(), locking_name(series.locking).to_owned()];
+        let mut cells = vec![series.test.name().to_owned(), series.locking.name().to_owned()];
         cells.extend(COLUMNS.iter().map(|column| column.cell(&series.runs)));
         figures.add_row(cells);
     }
@@ -131,7 +131,7 @@ fn print_table(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
 pub(super) fn results(args: &MemslotsArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
-        let labels = labels([("test", series.test.name().into()), ("lock", locking_name(series.locking).into())]);
+        let labels = labels([("test", series.test.name().into()), ("lock", series.locking.name().into())]);
         let figures = OTHERS.iter().chain(&COLUMNS);
         results.extend(figures.filter_map(|figure| figure.figure(&series.runs, &labels)));
     }

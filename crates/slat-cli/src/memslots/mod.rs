@@ -12,11 +12,11 @@ mod guest;
 
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use slat::baselines::Locking;
 
-use crate::failure::Failure;
-use crate::options::{OutputArgs, TablesArgs, duration, locking_name, positive, with_format};
+use crate::failure::{Failure, ensure};
+use crate::options::{Named, OutputArgs, TablesArgs, ValueName, duration, positive, with_format};
 use crate::results::Outcome;
 use crate::session::Session;
 use crate::turns;
@@ -108,7 +108,7 @@ impl Series {
 /// Runs the experiment.
 pub(crate) fn run(args: &MemslotsArgs, session: &Session) -> Result<Outcome, Failure> {
     let tests = selected_tests(args)?;
-    let lockings = args.tables.lock.lockings();
+    let lockings = &args.tables.lock.values;
     let outcome = |all: &[Series]| {
         let measured: Vec<&Series> = all.iter().filter(|series| !series.runs.is_empty()).collect();
         Outcome::new(figures::results(args, &measured), |out| figures::print(out, args, &measured))
@@ -128,7 +128,7 @@ pub(crate) fn run(args: &MemslotsArgs, session: &Session) -> Result<Outcome, Fai
         for run in 0..args.runs as usize {
             for which in turns::order(run, lockings.len()) {
                 let series = &mut all[first + which];
-                progress.begin(format!("{}, lock {}", test.name(), locking_name(series.locking)));
+                progress.begin(format!("{}, lock {}", test.name(), series.locking.name()));
                 series.runs.push(run_test(test, series.locking)?);
                 progress.step();
                 session.so_far(outcome(&all)?);
@@ -141,15 +141,15 @@ pub(crate) fn run(args: &MemslotsArgs, session: &Session) -> Result<Outcome, Fai
 
 fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
     let (first, last) = (usize::from(args.first_test), usize::from(args.last_test));
-    let Some(tests) = Test::ALL.get(first..=last).filter(|tests| !tests.is_empty()) else {
+    let Some(tests) = Test::value_variants().get(first..=last).filter(|tests| !tests.is_empty()) else {
         return Err(Failure::Usage(format!(
             "the first test, {first}, comes after the last, {last}; choose --first-test up to --last-test"
         )));
     };
-    if tests.contains(&Test::MoveInactive) && args.slots < 2 {
-        return Err(Failure::Usage(
-            "test 4, move inactive area, needs at least 2 slots; choose more (-s), or -e 3".to_owned(),
-        ));
-    }
+    ensure!(
+        args.slots >= 2 || !tests.contains(&Test::MoveInactive),
+        Usage,
+        "test 4, move inactive area, needs at least 2 slots; choose more (-s), or -e 3"
+    );
     Ok(tests)
 }

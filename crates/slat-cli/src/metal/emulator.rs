@@ -110,22 +110,13 @@ struct Loaded {
     nr_bytes: u64,
 }
 
-/// The same, in memory.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Placed {
-    name: &'static str,
-    file: &'static str,
-    address: u64,
-    nr_bytes: u64,
-}
-
-/// Places files one behind the other.
-fn place(loading: Loading, files: &[Loaded]) -> Vec<Placed> {
+/// Places files one behind the other: each with its address.
+fn place(loading: Loading, files: &[Loaded]) -> Vec<(u64, Loaded)> {
     let mut next = loading.first;
-    let place = |&Loaded { name, file, nr_bytes }: &Loaded| {
+    let place = |&file: &Loaded| {
         let address = next;
-        next = (address + nr_bytes).next_multiple_of(loading.aligned);
-        Placed { name, file, address, nr_bytes }
+        next = (address + file.nr_bytes).next_multiple_of(loading.aligned);
+        (address, file)
     };
     files.iter().map(place).collect()
 }
@@ -202,7 +193,7 @@ impl Machine {
             bochs::write(bochs, folder.path(), &loaded, plan, session)?;
         }
         let memory = plan.walks_outside().then(|| {
-            MachineMemory::new(plan.machine.architecture().memory_start(), plan.nodes())
+            MachineMemory::new(plan.machine.architecture().facts().memory_start, plan.nodes())
                 .map_err(|error| Failure::CannotServe(format!("a memory file for the machine: {error}")))
         });
         Ok(Machine { emulator, folder, loaded, memory: memory.transpose()?, _lock: lock })
@@ -218,8 +209,8 @@ impl Machine {
 
     fn qemu(&self, qemu: &Qemu, plan: &Plan, boot: Boot) -> Command {
         let mut command = qemu.command();
-        let architecture = plan.machine.architecture();
-        command.current_dir(self.folder.path()).args(["-accel", plan.accelerator()]).args(architecture.machine());
+        let facts = plan.machine.architecture().facts();
+        command.current_dir(self.folder.path()).args(["-accel", plan.accelerator()]).args(facts.machine);
         if plan.guest == GuestArg::Measure {
             // The counter counts instructions, also while a CPU waits; all is the same in each run.
             command.args(["-icount", "shift=0,sleep=off"]);
@@ -238,7 +229,7 @@ impl Machine {
             None => {}
         }
         command.args(["-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"]);
-        command.args(architecture.console(boot));
+        command.args(if boot == Boot::Kvm { facts.kvm_console } else { facts.console });
         if boot == Boot::Kvm {
             command.args(["-kernel", KERNEL, "-initrd", INITRAMFS, "-append", &plan.kvm_words()]);
             return command;
@@ -252,7 +243,7 @@ impl Machine {
         if plan.guest == GuestArg::Migration {
             command.args(migration::words());
         }
-        match architecture.loading() {
+        match facts.loading {
             _ if !has_kernel => {}
             None => {
                 // Two commas are one in a word.
@@ -260,7 +251,7 @@ impl Machine {
                 command.args(["-initrd", &format!("{KERNEL} {of_kernel},{INITRAMFS}")]);
             }
             Some(loading) => {
-                for Placed { name, file, address, nr_bytes } in place(loading, &self.loaded) {
+                for (address, Loaded { name, file, nr_bytes }) in place(loading, &self.loaded) {
                     command.args(["-device", &format!("loader,file={file},addr={address:#x},force-raw=on")]);
                     words += &format!(" {name}={address:#x},{nr_bytes}");
                 }
@@ -514,7 +505,7 @@ mod tests {
         let files =
             [("kernel", 0x20_0001), ("initramfs", 5)].map(|(name, nr_bytes)| Loaded { name, file: "f", nr_bytes });
         let placed = place(Loading { first: 0x4800_0000, aligned: 0x20_0000 }, &files);
-        let addresses: Vec<_> = placed.iter().map(|file| (file.name, file.address, file.nr_bytes)).collect();
+        let addresses: Vec<_> = placed.iter().map(|(address, file)| (file.name, *address, file.nr_bytes)).collect();
         assert_eq!(addresses, [("kernel", 0x4800_0000, 0x20_0001), ("initramfs", 0x4840_0000, 5)]);
     }
 

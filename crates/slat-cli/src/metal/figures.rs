@@ -12,6 +12,7 @@ use super::plan::Plan;
 use super::protocol::{Check, Verdict};
 use super::{ControlArg, MachineArg};
 use crate::failure::Failure;
+use crate::options::ValueName;
 use crate::quantity::{Unit, quantity};
 use crate::results::{EMULATED_CPUS, Figure, Host, Labels, Outcome, Results, Shortfall, cell, labels};
 use crate::table;

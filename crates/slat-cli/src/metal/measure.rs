@@ -23,7 +23,7 @@ use super::protocol::Verdict;
 use super::saved::{self, CountedOn, Saved};
 use crate::failure::Failure;
 use crate::options::PeerArg;
-use crate::quantity::{NOTHING, Unit, digits, times};
+use crate::quantity::{Unit, digits, or_nothing, times};
 use crate::results::{Better, Figure, Labels, NotRun, Outcome, Shortfall, labels};
 use crate::session::Session;
 use crate::table;
@@ -52,65 +52,42 @@ const TOGETHER: [(&str, &str); 3] = [
     ("invalidate_page_running", "Invalidate a page, others run"),
 ];
 
-/// A column: whose figures, and the end of their names.
+/// A column: whose figures, its title, and the end of the figures' names.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum System {
-    SlatLazy,
-    SlatLeaves,
-    KvmTdp,
-    KvmShadow,
-    KvmStage2,
-    KvmGStage,
+struct System {
+    of: &'static str,
+    title: &'static str,
+    ending: &'static str,
 }
 
 impl System {
+    const SLAT_LAZY: System = System { of: "slat", title: "slat, lazy", ending: "lazy" };
+    const SLAT_LEAVES: System = System { of: "slat", title: "slat, leaves", ending: "leaves" };
+    const KVM_TDP: System = System { of: "kvm", title: "KVM, TDP", ending: "tdp" };
+    const KVM_SHADOW: System = System { of: "kvm", title: "KVM, shadow", ending: "shadow" };
+    const KVM_STAGE2: System = System { of: "kvm", title: "KVM, stage 2", ending: "stage2" };
+    const KVM_G_STAGE: System = System { of: "kvm", title: "KVM, G-stage", ending: "gstage" };
+
     /// Those of an instruction set.
     fn all(architecture: Architecture) -> &'static [System] {
         match architecture {
-            Architecture::X86 => &[System::SlatLazy, System::SlatLeaves, System::KvmTdp, System::KvmShadow],
-            Architecture::Arm => &[System::SlatLazy, System::SlatLeaves, System::KvmStage2],
-            Architecture::RiscV => &[System::SlatLazy, System::SlatLeaves, System::KvmGStage],
+            Architecture::X86 => &[System::SLAT_LAZY, System::SLAT_LEAVES, System::KVM_TDP, System::KVM_SHADOW],
+            Architecture::Arm => &[System::SLAT_LAZY, System::SLAT_LEAVES, System::KVM_STAGE2],
+            Architecture::RiscV => &[System::SLAT_LAZY, System::SLAT_LEAVES, System::KVM_G_STAGE],
         }
     }
 
     /// KVM with second-stage page tables, which slat has too.
     fn peer(architecture: Architecture) -> System {
-        match architecture {
-            Architecture::X86 => System::KvmTdp,
-            Architecture::Arm => System::KvmStage2,
-            Architecture::RiscV => System::KvmGStage,
-        }
-    }
-
-    fn title(self) -> &'static str {
-        match self {
-            System::SlatLazy => "slat, lazy",
-            System::SlatLeaves => "slat, leaves",
-            System::KvmTdp => "KVM, TDP",
-            System::KvmShadow => "KVM, shadow",
-            System::KvmStage2 => "KVM, stage 2",
-            System::KvmGStage => "KVM, G-stage",
-        }
-    }
-
-    fn ending(self) -> &'static str {
-        match self {
-            System::SlatLazy => "lazy",
-            System::SlatLeaves => "leaves",
-            System::KvmTdp => "tdp",
-            System::KvmShadow => "shadow",
-            System::KvmStage2 => "stage2",
-            System::KvmGStage => "gstage",
-        }
+        System::all(architecture)[2]
     }
 
     fn is_slat(self) -> bool {
-        matches!(self, System::SlatLazy | System::SlatLeaves)
+        self.of == "slat"
     }
 
     fn labels(self, nr_cpus: u32) -> Labels {
-        let name = if self.is_slat() { "slat" } else { "kvm" };
-        labels([("system", json!(name)), ("variant", json!(self.ending())), ("cpus", json!(nr_cpus))])
+        labels([("system", json!(self.of)), ("variant", json!(self.ending)), ("cpus", json!(nr_cpus))])
     }
 }
 
@@ -186,7 +163,7 @@ impl Measured {
 
     /// An event of a system, in each run. slat's are of one way of tracking, or of both.
     fn samples(&self, event: &str, system: System) -> Option<&[f64]> {
-        let of_system = format!("{event}_{}", system.ending());
+        let of_system = format!("{event}_{}", system.ending);
         if system.is_slat() {
             self.slat.samples(&of_system).or_else(|| self.slat.samples(event))
         } else {
@@ -206,7 +183,7 @@ impl Measured {
 
     /// How many times as many instructions KVM takes with page tables of the same kind.
     fn ratio(&self, event: &str) -> Option<f64> {
-        let slat = self.count(event, System::SlatLazy)?;
+        let slat = self.count(event, System::SLAT_LAZY)?;
         (slat > 0.0).then_some(self.count(event, System::peer(self.architecture))? / slat)
     }
 }
@@ -333,7 +310,7 @@ fn figures(measured: &Measured) -> Vec<Figure> {
     let is_event = |name: &str| {
         all_events().any(|(event, _)| {
             let ending = name.strip_prefix(event).map(|rest| rest.trim_start_matches('_'));
-            ending.is_some_and(|ending| ending.is_empty() || systems.iter().any(|of| of.ending() == ending))
+            ending.is_some_and(|ending| ending.is_empty() || systems.iter().any(|of| of.ending == ending))
         })
     };
     let others = [("slat", Some(&measured.slat)), ("kvm", measured.kvm.as_ref())];
@@ -347,7 +324,7 @@ fn figures(measured: &Measured) -> Vec<Figure> {
 }
 
 fn number(value: Option<f64>) -> String {
-    value.map_or(NOTHING.to_owned(), |value| digits(value, true))
+    or_nothing(value.map(|value| digits(value, true)))
 }
 
 fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Result<()> {
@@ -358,15 +335,15 @@ fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Re
         }
     }
     let systems = System::all(measured.architecture);
-    let titles = systems.iter().map(|system| system.title().to_owned());
+    let titles = systems.iter().map(|system| system.title.to_owned());
     let mut table = table::figures(["Event".to_owned()].into_iter().chain(titles).chain(["KVM / slat".to_owned()]));
     for &(event, title) in measured.events() {
         let cells = systems.iter().map(|&system| number(measured.count(event, system)));
-        let ratio = measured.ratio(event).map_or(NOTHING.to_owned(), times);
+        let ratio = or_nothing(measured.ratio(event).map(times));
         table.add_row([title.to_owned()].into_iter().chain(cells).chain([ratio]));
     }
     writeln!(out, "{table}\n")?;
-    let (peer, slat) = (System::peer(measured.architecture).title(), System::SlatLazy.title());
+    let (peer, slat) = (System::peer(measured.architecture).title, System::SLAT_LAZY.title);
     if measured.nr_cpus == 1 {
         print_parts(out, measured)?;
         writeln!(
@@ -415,6 +392,7 @@ fn print_parts(out: &mut impl Write, measured: &Measured) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quantity::NOTHING;
 
     fn counts<const N: usize>(counts: [(&str, f64); N]) -> Counts {
         Counts(counts.map(|(name, count)| (name.to_owned(), Unit::Instructions, vec![count])).into())
@@ -437,12 +415,12 @@ mod tests {
     fn each_event_has_its_system() {
         let measured = measured();
         let count = |event, system| measured.count(event, system);
-        assert_eq!(count("demand_fault", System::SlatLeaves), Some(400.0));
-        assert_eq!(count("get", System::SlatLeaves), Some(0.25));
-        assert_eq!(count("get", System::KvmShadow), None);
+        assert_eq!(count("demand_fault", System::SLAT_LEAVES), Some(400.0));
+        assert_eq!(count("get", System::SLAT_LEAVES), Some(0.25));
+        assert_eq!(count("get", System::KVM_SHADOW), None);
         assert_eq!((measured.ratio("demand_fault"), measured.ratio("get")), (Some(5.0), Some(2.0)));
         let alone = Measured { kvm: None, ..measured };
-        assert_eq!((alone.count("get", System::KvmTdp), alone.ratio("get")), (None, None));
+        assert_eq!((alone.count("get", System::KVM_TDP), alone.ratio("get")), (None, None));
     }
 
     #[test]

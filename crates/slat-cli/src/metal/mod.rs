@@ -137,16 +137,6 @@ enum MachineArg {
 }
 
 impl MachineArg {
-    /// The name in options and results.
-    fn name(self) -> &'static str {
-        match self {
-            MachineArg::Svm => "svm",
-            MachineArg::Vmx => "vmx",
-            MachineArg::Arm => "arm",
-            MachineArg::RiscV => "riscv",
-        }
-    }
-
     fn architecture(self) -> Architecture {
         match self {
             MachineArg::Svm | MachineArg::Vmx => Architecture::X86,
@@ -168,19 +158,6 @@ enum GuestArg {
     Measure,
     /// Code that uses registers, ports and instructions that it does not have.
     Wild,
-}
-
-impl GuestArg {
-    /// The name in options and results, and for the hypervisor.
-    fn name(self) -> &'static str {
-        match self {
-            GuestArg::Suite => "suite",
-            GuestArg::Linux => "linux",
-            GuestArg::Migration => "migration",
-            GuestArg::Measure => "measure",
-            GuestArg::Wild => "wild",
-        }
-    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -212,24 +189,6 @@ enum ControlArg {
 }
 
 impl ControlArg {
-    /// The name in options and results, and for the hypervisor.
-    fn name(self) -> &'static str {
-        match self {
-            ControlArg::None => "none",
-            ControlArg::NoFlush => "no-flush",
-            ControlArg::NoKick => "no-kick",
-            ControlArg::NoEntryFlush => "no-entry-flush",
-            ControlArg::NoLocalFlush => "no-local-flush",
-            ControlArg::NoBreakFlush => "no-break-flush",
-            ControlArg::FlushBeforeBreak => "flush-before-break",
-            ControlArg::CopyBeforeLog => "copy-before-log",
-            ControlArg::LosePage => "lose-page",
-            ControlArg::NoWithhold => "no-withhold",
-            ControlArg::SilentSource => "silent-source",
-            ControlArg::WrongPte => "wrong-pte",
-        }
-    }
-
     /// Whether it is of a migration alone.
     fn is_of_migration(self) -> bool {
         matches!(self, ControlArg::LosePage | ControlArg::NoWithhold | ControlArg::SilentSource)

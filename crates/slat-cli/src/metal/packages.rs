@@ -18,7 +18,7 @@ use std::process::Command;
 use rustix::fs::{FlockOperation, flock};
 use tempfile::TempDir;
 
-use super::architecture::{Architecture, Debian};
+use super::architecture::{Architecture, Debian, Facts};
 use super::process::{output, reason};
 use crate::failure::Failure;
 use crate::session::Session;
@@ -36,19 +36,21 @@ const FIRMWARE: [&str; 2] = ["usr/share/qemu", "usr/share/seabios"];
 /// How names of temporary folders begin.
 const PARTIAL: &str = ".partial-";
 
-/// A kernel with KVM.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct KvmKernel {
-    pub(super) kernel: PathBuf,
-    /// The modules that KVM consists of.
-    pub(super) modules: Vec<PathBuf>,
-}
-
 /// The folder of packages.
 #[derive(Clone, Debug)]
 pub(super) struct Cache {
     folder: PathBuf,
     downloads: Downloads,
+}
+
+/// A folder of the cache.
+struct Wanted<'a> {
+    name: String,
+    /// Of packages; `None`: this machine's.
+    debian: Option<Debian>,
+    /// What is missing where there is none, and what to do then.
+    what: String,
+    advice: &'a str,
 }
 
 /// Whether packages that are missing are downloaded.
@@ -125,7 +127,7 @@ impl Cache {
         named: Option<&Path>,
         session: &Session,
     ) -> Result<Qemu, Failure> {
-        let (program, package) = (architecture.qemu(), architecture.qemu_package());
+        let Facts { qemu: program, qemu_package: package, .. } = *architecture.facts();
         if let Some(path) = named {
             let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
             return Qemu::probe(path, None, session)
@@ -134,132 +136,111 @@ impl Cache {
         if let Ok(qemu) = Qemu::probe(PathBuf::from(program), None, session) {
             return Ok(qemu);
         }
-        let name = of("qemu", architecture);
-        let root = self.folder.join(&name);
-        let cached = || Qemu::probe(root.join("usr/bin").join(program), Some(root.clone()), session);
-        if let Ok(qemu) = cached() {
-            return Ok(qemu);
-        }
-        let advice =
-            format!("install the package {package} of QEMU {LEAST_QEMU} or newer, or name {program} with --qemu");
-        let what = format!("there is no {program} of QEMU {LEAST_QEMU} here, and no package of it");
-        self.get(&name, None, &what, &advice, session, |apt, folder| {
-            // Another run may have got it meanwhile.
-            if cached().is_ok() {
-                return Ok(Got::ByAnother);
-            }
-            let mut apt = apt?;
+        let wanted = Wanted {
+            name: format!("qemu{}", architecture.facts().suffix),
+            debian: None,
+            what: format!("there is no {program} of QEMU {LEAST_QEMU} here, and no package of it"),
+            advice: &format!(
+                "install the package {package} of QEMU {LEAST_QEMU} or newer, or name {program} with --qemu"
+            ),
+        };
+        let find = |root: &Path| Qemu::probe(root.join("usr/bin").join(program), Some(root.to_owned()), session);
+        self.get(&wanted, session, find, |mut apt, folder| {
             if apt.version(package)?.is_none_or(|version| version < LEAST_QEMU) {
                 apt.add_backports()?;
             }
-            apt.unpack_with_dependencies(&[package], folder)?;
-            Ok(Got::Now)
-        })?;
-        cached().map_err(|why| Failure::CannotServe(format!("{why}; {advice}")))
+            apt.unpack_with_dependencies(&[package], folder)
+        })
     }
 
     /// Bochs, with what it needs: from the packages, or this machine's.
     pub(super) fn bochs(&self, session: &Session) -> Result<Bochs, Failure> {
-        let root = self.folder.join("bochs");
-        let found = || Bochs::probe(&root, session);
-        if let Ok(bochs) = found() {
-            return Ok(bochs);
-        }
-        let advice = "install the packages bochs-term, bochsbios, vgabios and grub-pc-bin";
-        self.get("bochs", None, "there is no Bochs here, and no package of it", advice, session, |apt, folder| {
-            if found().is_ok() {
-                return Ok(Got::ByAnother);
-            }
-            apt?.unpack_with_dependencies(&bochs::PACKAGES, folder)?;
-            Ok(Got::Now)
-        })?;
-        found().map_err(|why| Failure::CannotServe(format!("{why}; {advice}")))
+        let wanted = Wanted {
+            name: "bochs".to_owned(),
+            debian: None,
+            what: "there is no Bochs here, and no package of it".to_owned(),
+            advice: "install the packages bochs-term, bochsbios, vgabios and grub-pc-bin",
+        };
+        let find = |root: &Path| Bochs::probe(root, session);
+        self.get(&wanted, session, find, |apt, folder| apt.unpack_with_dependencies(&bochs::PACKAGES, folder))
     }
 
     /// The kernel of the package.
     pub(super) fn kernel(&self, architecture: Architecture, session: &Session) -> Result<PathBuf, Failure> {
-        let name = of("kernel", architecture);
-        let root = self.folder.join(&name);
-        let cached = || kernel_in(&root);
-        if let Some(path) = cached() {
-            return Ok(path);
-        }
-        let advice = "name a kernel with --kernel";
-        let what = "there is no package of a Linux kernel";
-        self.get(&name, architecture.debian(), what, advice, session, |apt, folder| {
-            if cached().is_some() {
-                return Ok(Got::ByAnother);
-            }
-            unpack_kernel(&apt?, architecture, folder)?;
+        let what = "there is no package of a Linux kernel".to_owned();
+        let Facts { suffix, debian, kernel_package, .. } = *architecture.facts();
+        let name = format!("kernel{suffix}");
+        let missing = format!("{what} that has one");
+        let wanted = Wanted { name, debian, what, advice: "name a kernel with --kernel" };
+        let find = |root: &Path| kernel_in(root).ok_or_else(|| missing.clone());
+        self.get(&wanted, session, find, |apt, folder| {
+            unpack_kernel(&apt, kernel_package, folder)?;
             // The guest uses none of its modules, which are most of it.
-            remove_modules(folder).map_err(AptError::Files)?;
-            Ok(Got::Now)
-        })?;
-        cached().ok_or_else(|| Failure::CannotServe(format!("{what} that has one; {advice}")))
+            remove_modules(folder).map_err(AptError::Files)
+        })
     }
 
-    /// The kernel of the package, with KVM.
-    pub(super) fn kvm_kernel(&self, architecture: Architecture, session: &Session) -> Result<KvmKernel, Failure> {
-        let names = architecture.kvm_modules();
-        if names.is_empty() {
-            return Ok(KvmKernel { kernel: self.kernel(architecture, session)?, modules: Vec::new() });
-        }
-        let name = of("kvm", architecture);
-        let root = self.folder.join(&name);
-        let cached = || {
-            let modules = find_modules(&root.join("modules"), names).ok()?;
-            (!modules.is_empty()).then_some(KvmKernel { kernel: kernel_in(&root)?, modules })
-        };
-        if let Some(kernel) = cached() {
-            return Ok(kernel);
-        }
-        let advice = "leave it out with --peer none";
-        let what = "there is no package of a Linux kernel with KVM";
-        self.get(&name, architecture.debian(), what, advice, session, |apt, folder| {
-            if cached().is_some() {
-                return Ok(Got::ByAnother);
-            }
-            unpack_kernel(&apt?, architecture, folder)?;
-            keep_modules(folder, names).map_err(AptError::Files)?;
-            Ok(Got::Now)
-        })?;
-        cached().ok_or_else(|| Failure::CannotServe(format!("{what} as modules; {advice}")))
-    }
-
-    /// Makes the folder `name` of the cache: `unpack` fills a folder, if it is needed still, with
-    /// packages of this machine or of `debian`.
-    fn get<'s>(
+    /// The kernel of the package, with the modules that KVM consists of.
+    pub(super) fn kvm_kernel(
         &self,
-        name: &str,
-        debian: Option<Debian>,
-        what: &str,
-        advice: &str,
+        architecture: Architecture,
+        session: &Session,
+    ) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
+        let Facts { suffix, debian, kernel_package, kvm_modules: names, .. } = *architecture.facts();
+        if names.is_empty() {
+            return Ok((self.kernel(architecture, session)?, Vec::new()));
+        }
+        let what = "there is no package of a Linux kernel with KVM".to_owned();
+        let name = format!("kvm{suffix}");
+        let missing = format!("{what} as modules");
+        let wanted = Wanted { name, debian, what, advice: "leave it out with --peer none" };
+        let find = |root: &Path| {
+            let modules = find_modules(&root.join("modules"), names).unwrap_or_default();
+            let kernel = kernel_in(root).filter(|_| !modules.is_empty());
+            kernel.map(|kernel| (kernel, modules)).ok_or_else(|| missing.clone())
+        };
+        self.get(&wanted, session, find, |apt, folder| {
+            unpack_kernel(&apt, kernel_package, folder)?;
+            keep_modules(folder, names).map_err(AptError::Files)
+        })
+    }
+
+    /// What `find` finds in a folder of the cache. If it is not there, `unpack` fills the folder.
+    fn get<'s, T>(
+        &self,
+        wanted: &Wanted<'_>,
         session: &'s Session,
-        unpack: impl FnOnce(Result<Apt<'s>, AptError>, &Path) -> Result<Got, AptError>,
-    ) -> Result<(), Failure> {
+        find: impl Fn(&Path) -> Result<T, String>,
+        unpack: impl FnOnce(Apt<'s>, &Path) -> Result<(), AptError>,
+    ) -> Result<T, Failure> {
+        let Wanted { name, debian, what, advice } = wanted;
+        let place = self.folder.join(name);
+        if let Ok(found) = find(&place) {
+            return Ok(found);
+        }
         if self.downloads == Downloads::Refused {
             let folder = self.folder.display();
             return Err(Failure::CannotServe(format!("{what} in {folder}; slat metal --guest measure gets it")));
         }
-        let get = || -> Result<(), AptError> {
+        let fill = || -> Result<(), AptError> {
             fs::create_dir_all(&self.folder).map_err(AptError::Files)?;
             let _lock = self.lock().map_err(AptError::Files)?;
+            // Another run may have got it meanwhile.
+            if find(&place).is_ok() {
+                return Ok(());
+            }
             self.remove_partial().map_err(AptError::Files)?;
             let partial = self.partial(session).map_err(AptError::Files)?;
             let folder = partial.path().join("root");
             fs::create_dir(&folder).map_err(AptError::Files)?;
-            let apt = Apt::new(&partial.path().join("apt"), debian.map(|debian| debian.architecture), session);
-            match unpack(apt, &folder)? {
-                Got::ByAnother => Ok(()),
-                Got::Now => {
-                    let place = self.folder.join(name);
-                    // One that cannot be used any more.
-                    fs::remove_dir_all(&place).or_else(not_found).map_err(AptError::Files)?;
-                    fs::rename(folder, place).map_err(AptError::Files)
-                }
-            }
+            let apt = Apt::new(&partial.path().join("apt"), debian.map(|debian| debian.architecture), session)?;
+            unpack(apt, &folder)?;
+            // One that cannot be used any more.
+            fs::remove_dir_all(&place).or_else(not_found).map_err(AptError::Files)?;
+            fs::rename(folder, &place).map_err(AptError::Files)
         };
-        get().map_err(|error| Failure::CannotServe(format!("{what}: {error}; {advice}")))
+        fill().map_err(|error| Failure::CannotServe(format!("{what}: {error}; {advice}")))?;
+        find(&place).map_err(|why| Failure::CannotServe(format!("{why}; {advice}")))
     }
 
     /// Waits until no other run changes the cache. The lock ends with the file.
@@ -289,18 +270,9 @@ impl Cache {
     }
 }
 
-/// The folder of the cache with `what` for an architecture.
-fn of(what: &str, architecture: Architecture) -> String {
-    match architecture {
-        Architecture::X86 => what.to_owned(),
-        Architecture::Arm => format!("{what}-arm"),
-        Architecture::RiscV => format!("{what}-riscv"),
-    }
-}
-
-fn unpack_kernel(apt: &Apt<'_>, architecture: Architecture, folder: &Path) -> Result<(), AptError> {
+fn unpack_kernel(apt: &Apt<'_>, package: &str, folder: &Path) -> Result<(), AptError> {
     // The package that always names the newest one.
-    let newest = apt.dependency(architecture.kernel_package(), "linux-image-")?;
+    let newest = apt.dependency(package, "linux-image-")?;
     apt.unpack(&[&newest], folder)
 }
 
@@ -351,13 +323,6 @@ fn find_modules(folder: &Path, names: &[&str]) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Which run has filled a folder of the cache.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Got {
-    Now,
-    ByAnother,
-}
-
 fn not_found(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
 }
@@ -375,7 +340,7 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, name).unwrap();
         }
-        let modules = Architecture::X86.kvm_modules();
+        let modules = Architecture::X86.facts().kvm_modules;
         keep_modules(folder.path(), modules).unwrap();
         let names: Vec<_> = find_modules(&folder.path().join("modules"), modules)
             .unwrap()

@@ -9,6 +9,7 @@ use super::plan::Plan;
 use super::source::{self, Source};
 use super::{MachineArg, MetalArgs};
 use crate::failure::Failure;
+use crate::options::ValueName;
 use crate::session::{Progress, Session};
 
 /// Where the parts of a run come from.
@@ -71,7 +72,7 @@ impl<'a> Parts<'a> {
         self.progress.step();
         self.begin("building the guest's first process");
         let libraries = self.cache.libraries(architecture, self.session)?;
-        let init = self.source()?.guest_init(libraries.as_ref(), self.plan, self.session)?;
+        let init = self.source()?.linux_program("slat-guest-init", libraries.as_ref(), self.plan, self.session)?;
         self.progress.step();
         Ok(Linux { kernel, init, modules: Vec::new() })
     }
@@ -80,13 +81,13 @@ impl<'a> Parts<'a> {
     pub(super) fn kvm_linux(&self) -> Result<Linux, Failure> {
         let architecture = self.plan.machine.architecture();
         self.begin("looking for a kernel with KVM");
-        let kvm = self.cache.kvm_kernel(architecture, self.session)?;
+        let (kernel, modules) = self.cache.kvm_kernel(architecture, self.session)?;
         self.progress.step();
         self.begin("building the first process of the machine with KVM");
         let libraries = self.cache.libraries(architecture, self.session)?;
-        let init = self.source()?.kvm_init(libraries.as_ref(), self.plan, self.session)?;
+        let init = self.source()?.linux_program("slat-kvm-init", libraries.as_ref(), self.plan, self.session)?;
         self.progress.step();
-        Ok(Linux { kernel: kvm.kernel, init, modules: kvm.modules })
+        Ok(Linux { kernel, init, modules })
     }
 
     /// The machine of all parts: the hypervisor's image is the last one.

@@ -10,9 +10,9 @@ use super::nodes::NodeMemory;
 use super::{
     ControlArg, FEWER_OPERATIONS, GUEST_MEMORY, GuestArg, LEAST_VMX_MEMORY, MachineArg, MetalArgs, OPERATIONS,
 };
-use crate::failure::Failure;
+use crate::failure::{Failure, refuse};
 use crate::live::View;
-use crate::options::PeerArg;
+use crate::options::{PeerArg, ValueName};
 use crate::session::Session;
 
 /// Memory of the machine beside the guest's and the copy of it that the dirty log keeps up: the
@@ -63,77 +63,67 @@ impl Plan {
                 "compiler and packages are those for x86-64, and this machine is {arch}; use an x86-64 machine"
             )));
         }
-        let usage = |text: &str| Err(Failure::Usage(text.to_owned()));
-        if args.output.view() == View::Live {
-            return usage("--live shows the software machine; this command shows what its machine says as it comes");
-        }
-        let measures = args.guest == GuestArg::Measure;
-        if !matches!(args.guest, GuestArg::Linux | GuestArg::Migration) && args.kernel.is_some() {
-            return usage("--kernel goes with --guest linux or migration");
-        }
-        if matches!(args.guest, GuestArg::Suite | GuestArg::Wild) && args.append.is_some() {
-            return usage("--append goes with --guest linux, migration or measure");
-        }
-        if migrates && args.operations.is_some() {
-            return usage("--operations goes with --guest suite or linux");
-        }
-        if measures && args.machine != MachineArg::Svm && args.cpus.is_some_and(|nr_cpus| nr_cpus != 1) {
-            let machine = args.machine.name();
-            return usage(&format!("--guest measure with --machine {machine} is of one CPU; leave --cpus out"));
-        }
-        if measures && args.cpus.is_some_and(|nr_cpus| nr_cpus > MAX_MEASURED_CPUS) {
-            return usage(&format!("--guest measure is of at most {MAX_MEASURED_CPUS} CPUs"));
-        }
-        if measures && (args.operations.is_some() || args.memory.is_some()) {
-            return usage("--operations and --memory go with --guest suite or linux");
-        }
-        if measures && args.control != ControlArg::None {
-            return usage("--control goes with --guest suite or linux");
-        }
-        if args.control != ControlArg::None && args.control.is_of_migration() != migrates {
-            let (control, guest) = (args.control.name(), args.guest.name());
-            return usage(&format!("--control {control} has no meaning with --guest {guest}"));
-        }
-        let is_wild = args.guest == GuestArg::Wild;
-        if is_wild && args.cpus.is_some_and(|nr_cpus| nr_cpus != 1) {
-            return usage("--guest wild has one CPU; leave --cpus out");
-        }
-        if is_wild && (args.memory.is_some() || args.control != ControlArg::None) {
-            return usage("--memory and --control go with --guest suite or linux");
-        }
-        if !args.control.is_of(args.machine) {
-            let (control, machine) = (args.control.name(), args.machine.name());
-            return usage(&format!("--control {control} has no meaning with --machine {machine}"));
-        }
-        if args.control == ControlArg::WrongPte && args.guest != GuestArg::Suite {
-            return usage("--control wrong-pte goes with --guest suite");
-        }
-        if args.nodes != 1
-            && !(args.machine == MachineArg::Svm && matches!(args.guest, GuestArg::Suite | GuestArg::Linux))
-        {
-            return usage("--nodes goes with --machine svm and --guest suite or linux");
-        }
-        if !measures && args.peer != PeerArg::Auto {
-            return usage("--peer goes with --guest measure");
-        }
-        if args.machine == MachineArg::Vmx && args.qemu.is_some() {
-            return usage("--qemu goes with --machine svm, arm or riscv");
-        }
         let [least, _] = GUEST_MEMORY;
-        if args.machine != MachineArg::Vmx && args.memory.is_some_and(|bytes| bytes < least) {
-            return usage("--memory below 256M goes with --machine vmx");
-        }
         let append = args.append.clone().unwrap_or_default();
-        if args.machine == MachineArg::Vmx && append.contains('\'') {
-            return usage("--append with --machine vmx must have no ', which the boot loader reads");
-        }
-        if append.contains(|letter: char| letter.is_control()) {
-            return usage("--append must be one line without control characters");
-        }
+        let [machine, guest, control] = [args.machine.name(), args.guest.name(), args.control.name()];
+        let (is_svm, is_vmx) = (args.machine == MachineArg::Svm, args.machine == MachineArg::Vmx);
+        let (measures, is_wild) = (args.guest == GuestArg::Measure, args.guest == GuestArg::Wild);
+        let (is_suite, has_linux) =
+            (args.guest == GuestArg::Suite, matches!(args.guest, GuestArg::Linux | GuestArg::Migration));
+        let is_control = args.control != ControlArg::None;
+        let has_cpus = |is_wrong: fn(u32) -> bool| args.cpus.is_some_and(is_wrong);
+        refuse([
+            (
+                args.output.view() == View::Live,
+                "--live shows the software machine; this command shows what its machine says as it comes",
+            ),
+            (!has_linux && args.kernel.is_some(), "--kernel goes with --guest linux or migration"),
+            ((is_suite || is_wild) && args.append.is_some(), "--append goes with --guest linux, migration or measure"),
+            (migrates && args.operations.is_some(), "--operations goes with --guest suite or linux"),
+            (
+                measures && !is_svm && has_cpus(|nr_cpus| nr_cpus != 1),
+                &format!("--guest measure with --machine {machine} is of one CPU; leave --cpus out"),
+            ),
+            (
+                measures && has_cpus(|nr_cpus| nr_cpus > MAX_MEASURED_CPUS),
+                &format!("--guest measure is of at most {MAX_MEASURED_CPUS} CPUs"),
+            ),
+            (
+                measures && (args.operations.is_some() || args.memory.is_some()),
+                "--operations and --memory go with --guest suite or linux",
+            ),
+            (measures && is_control, "--control goes with --guest suite or linux"),
+            (
+                is_control && args.control.is_of_migration() != migrates,
+                &format!("--control {control} has no meaning with --guest {guest}"),
+            ),
+            (is_wild && has_cpus(|nr_cpus| nr_cpus != 1), "--guest wild has one CPU; leave --cpus out"),
+            (is_wild && (args.memory.is_some() || is_control), "--memory and --control go with --guest suite or linux"),
+            (
+                !args.control.is_of(args.machine),
+                &format!("--control {control} has no meaning with --machine {machine}"),
+            ),
+            (args.control == ControlArg::WrongPte && !is_suite, "--control wrong-pte goes with --guest suite"),
+            (
+                args.nodes != 1 && !(is_svm && matches!(args.guest, GuestArg::Suite | GuestArg::Linux)),
+                "--nodes goes with --machine svm and --guest suite or linux",
+            ),
+            (!measures && args.peer != PeerArg::Auto, "--peer goes with --guest measure"),
+            (is_vmx && args.qemu.is_some(), "--qemu goes with --machine svm, arm or riscv"),
+            (!is_vmx && args.memory.is_some_and(|bytes| bytes < least), "--memory below 256M goes with --machine vmx"),
+            (
+                is_vmx && append.contains('\''),
+                "--append with --machine vmx must have no ', which the boot loader reads",
+            ),
+            (
+                append.contains(|letter: char| letter.is_control()),
+                "--append must be one line without control characters",
+            ),
+        ])?;
         check_file("--image", args.image.as_deref())?;
         check_file("--kernel", args.kernel.as_deref())?;
         if let Some(path) = &args.kernel {
-            check_kernel(path, architecture.kernel())?;
+            check_kernel(path, architecture.facts().kernel)?;
         }
         Ok(Plan {
             machine: args.machine,
@@ -165,7 +155,7 @@ impl Plan {
 
     /// The nodes of the machine's memory.
     pub(super) fn nodes(&self) -> NodeMemory {
-        NodeMemory::new(self.machine.architecture().memory_start(), self.machine_mib(), self.nr_nodes)
+        NodeMemory::new(self.machine.architecture().facts().memory_start, self.machine_mib(), self.nr_nodes)
     }
 
     /// Whether the guest's page tables are walked outside of the machine: QEMU shares its memory,
@@ -197,7 +187,7 @@ impl Plan {
 
     /// The command line of the hypervisor, which a boot loader tells where the files are.
     pub(super) fn hypervisor_words(&self) -> String {
-        self.words_for(self.guest.name())
+        self.words_for(&self.guest.name())
     }
 
     /// The same, with a guest of this name.
@@ -221,14 +211,14 @@ impl Plan {
     /// The command line of the kernel that has KVM. The hypervisor has no mitigations of what CPUs
     /// speculate, so KVM has none either. The same addresses in each run.
     pub(super) fn kvm_words(&self) -> String {
-        let serial = self.machine.architecture().serial();
+        let serial = self.machine.architecture().facts().serial;
         self.with_appended(format!("console={serial} quiet panic=-1 nokaslr mitigations=off"))
     }
 
     /// The command line of the guest's kernel. Bochs takes as long for a letter as the line would,
     /// and for each instruction: so there the line is fast, and the kernel has no mitigations.
     pub(super) fn kernel_words(&self) -> String {
-        let serial = self.machine.architecture().serial();
+        let serial = self.machine.architecture().facts().serial;
         let [speed, fewer] = if self.machine == MachineArg::Vmx { [",115200", " mitigations=off"] } else { [""; 2] };
         let words = format!("console={serial}{speed} panic=-1 slat.seed={}{fewer}", self.seed);
         self.with_appended(match self.guest {
@@ -346,7 +336,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("kernel");
         for architecture in [Architecture::X86, Architecture::Arm, Architecture::RiscV] {
-            let magic = architecture.kernel();
+            let magic = architecture.facts().kernel;
             let mut bytes = vec![0; magic.at + magic.bytes.len()];
             for (end, is_kernel) in [(magic.bytes, true), (b"OTHR", false)] {
                 bytes[magic.at..].copy_from_slice(end);

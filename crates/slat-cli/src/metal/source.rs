@@ -5,7 +5,6 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::architecture::Architecture;
 use super::packages::Libraries;
 use super::plan::Plan;
 use super::process::{output, reason};
@@ -61,45 +60,19 @@ impl Source {
 
     /// Builds the hypervisor. (The linker's arguments are in its `build.rs`.)
     pub(super) fn hypervisor(&self, plan: &Plan, session: &Session) -> Result<PathBuf, Failure> {
-        let architecture = plan.machine.architecture();
-        let flags: &[&str] = match architecture {
-            // It is loaded where it is linked.
-            Architecture::X86 => &["-Crelocation-model=static", "-Ccode-model=small"],
-            // Their targets are those of bare machines.
-            Architecture::Arm | Architecture::RiscV => &[],
-        };
+        let facts = plan.machine.architecture().facts();
         let program = Program {
             package: HYPERVISOR,
             profile: "metal",
             features: &["--features", "image"],
-            target: architecture.bare_target(),
-            flags: flags.iter().copied().map(str::to_owned).collect(),
+            target: facts.bare_target,
+            flags: facts.bare_flags.iter().copied().map(str::to_owned).collect(),
         };
         self.build(&program, plan, session)
     }
 
-    /// Builds the first process of the guest, with the C library of its architecture.
-    pub(super) fn guest_init(
-        &self,
-        libraries: Option<&Libraries>,
-        plan: &Plan,
-        session: &Session,
-    ) -> Result<PathBuf, Failure> {
-        self.linux_program("slat-guest-init", libraries, plan, session)
-    }
-
-    /// Builds the first process of the machine that has KVM, in the same way.
-    pub(super) fn kvm_init(
-        &self,
-        libraries: Option<&Libraries>,
-        plan: &Plan,
-        session: &Session,
-    ) -> Result<PathBuf, Failure> {
-        self.linux_program("slat-kvm-init", libraries, plan, session)
-    }
-
-    /// Builds a program for Linux on the machine, without libraries there.
-    fn linux_program(
+    /// Builds a program for Linux on the machine, with the C library of its architecture.
+    pub(super) fn linux_program(
         &self,
         package: &'static str,
         libraries: Option<&Libraries>,
@@ -108,7 +81,7 @@ impl Source {
     ) -> Result<PathBuf, Failure> {
         let of_this_machine = || vec!["-Ctarget-feature=+crt-static".to_owned()];
         let flags = libraries.map_or_else(of_this_machine, Libraries::flags);
-        let target = plan.machine.architecture().linux_target();
+        let target = plan.machine.architecture().facts().linux_target;
         self.build(&Program { package, profile: "release", features: &[], target, flags }, plan, session)
     }
 

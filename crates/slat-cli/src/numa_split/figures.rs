@@ -7,7 +7,7 @@ use slat::NodeId;
 use slat_machine::memory::numa::{Nodes, WalkReads};
 
 use super::{Layout, NumaSplitArgs, policy_name};
-use crate::options::{HugePagesArg, PagingArg, SplitWhen, locking_name};
+use crate::options::{HugePagesArg, Named, PagingArg, SplitWhen, ValueName};
 use crate::phases::figures::{Base, OTHERS, Report, count};
 use crate::phases::{Column, EngineRun, Run};
 use crate::quantity::Unit;
@@ -19,22 +19,22 @@ type Row = PerRun<Run>;
 
 /// The figures of this experiment.
 const FIGURES: [Row; 13] = [
-    Row::new("split_pages", "Huge pages split", Unit::Count, |run| count(run, |stats| stats.splits)),
-    Row::new("split_tables", "Tables of splits", Unit::Count, |run| count(run, |stats| stats.split_tables)),
-    Row::new("remote_split_tables", "  on another node than their memory", Unit::Count, |run| {
+    Row::count("split_pages", "Huge pages split", |run| count(run, |stats| stats.splits)),
+    Row::count("split_tables", "Tables of splits", |run| count(run, |stats| stats.split_tables)),
+    Row::count("remote_split_tables", "  on another node than their memory", |run| {
         count(run, |stats| stats.remote_split_tables)
     })
     .less(),
-    Row::new("fault_tables", "Tables of faults", Unit::Count, |run| count(run, |stats| stats.fault_tables)),
-    Row::new("remote_fault_tables", "  on another node than their memory", Unit::Count, |run| {
+    Row::count("fault_tables", "Tables of faults", |run| count(run, |stats| stats.fault_tables)),
+    Row::count("remote_fault_tables", "  on another node than their memory", |run| {
         count(run, |stats| stats.remote_fault_tables)
     })
     .less(),
-    Row::new("local_walk_reads", "Walk reads of lowest-level tables, local", Unit::Count, |run| {
+    Row::count("local_walk_reads", "Walk reads of lowest-level tables, local", |run| {
         reads(run, |reads| reads.leaf_table_local)
     })
     .more(),
-    Row::new("remote_walk_reads", "Walk reads of lowest-level tables, remote", Unit::Count, |run| {
+    Row::count("remote_walk_reads", "Walk reads of lowest-level tables, remote", |run| {
         reads(run, |reads| reads.leaf_table_remote)
     })
     .less(),
@@ -42,11 +42,9 @@ const FIGURES: [Row; 13] = [
         share(run, |reads| (reads.leaf_table_remote, reads.leaf_table_local))
     })
     .less(),
-    Row::new("local_walk_reads_all_levels", "Walk reads of all tables, local", Unit::Count, |run| {
-        reads(run, |reads| reads.local)
-    })
-    .more(),
-    Row::new("remote_walk_reads_all_levels", "Walk reads of all tables, remote", Unit::Count, |run| {
+    Row::count("local_walk_reads_all_levels", "Walk reads of all tables, local", |run| reads(run, |reads| reads.local))
+        .more(),
+    Row::count("remote_walk_reads_all_levels", "Walk reads of all tables, remote", |run| {
         reads(run, |reads| reads.remote)
     })
     .less(),
@@ -54,8 +52,8 @@ const FIGURES: [Row; 13] = [
         share(run, |reads| (reads.remote, reads.local))
     })
     .less(),
-    Row::new("recover_time", "Recovery, all of disabling", Unit::Seconds, |run| Some(run.disable.as_secs_f64())),
-    Row::new("recover_flushes", "  flushes of it", Unit::Count, |run| run.engine.as_ref().map(recover_flushes)),
+    Row::time("recover_time", "Recovery, all of disabling", |run| Some(run.disable.as_secs_f64())),
+    Row::count("recover_flushes", "  flushes of it", |run| run.engine.as_ref().map(recover_flushes)),
 ];
 
 fn reads(run: &Run, of: fn(&WalkReads) -> u64) -> Option<f64> {
@@ -131,7 +129,7 @@ fn print_nodes(out: &mut impl Write, args: &NumaSplitArgs, layout: &Layout) -> i
         out,
         "tables: as the columns say, policy of the main thread: {} (caller-policy), lock: {}",
         policy_name(args.policy),
-        locking_name(args.phases.tables.lock.lockings()[0]),
+        args.phases.tables.lock.name,
     )
 }
 
@@ -192,7 +190,7 @@ fn print_notes(out: &mut impl Write, report: &Report<'_>, args: &NumaSplitArgs, 
 pub(super) fn results(report: &Report<'_>, args: &NumaSplitArgs, layout: &Layout) -> Results {
     let nodes: Vec<u32> = layout.map.ids().iter().map(|node| node.0).collect();
     let config = json!({
-        "lock": locking_name(args.phases.tables.lock.lockings()[0]),
+        "lock": args.phases.tables.lock.name,
         "nodes": nodes,
         "nodes_are": kind(layout),
         "memoryless": args.memoryless,

@@ -19,12 +19,13 @@ use std::thread;
 
 use clap::{Arg, Args, ValueEnum};
 use slat::NodeId;
+use slat::baselines::Locking;
 use slat::tables::TablePlacement;
 use slat_machine::memory::numa::{FirstTouch, MAX_NODES, MemoryPolicy, NodeMap, Nodes, Pinning};
 use slat_machine::vm::machine::{MachineConfig, MachineError};
 
-use crate::failure::{Failure, check_failed, no_thread};
-use crate::options::{LockArg, OutputArgs, PagingArg, SplitWhen, except, positive};
+use crate::failure::{Failure, check_failed, ensure, no_thread};
+use crate::options::{Named, OneOrAll, OutputArgs, PagingArg, SplitWhen, except, named, one_or_all, positive};
 use crate::phases::PhasesArgs;
 use crate::phases::{self, Column, Roles, Run};
 use crate::results::Outcome;
@@ -58,8 +59,8 @@ pub(crate) struct NumaSplitArgs {
     #[arg(long, value_delimiter = ',', value_name = "N,...", hide_short_help = true)]
     memoryless: Vec<u32>,
     /// Placement of the tables that replace huge pages
-    #[arg(long, value_name = "WHERE", value_enum, default_value_t = PlacementArg::All)]
-    placement: PlacementArg,
+    #[arg(long, value_name = "WHERE", default_value = "all", value_parser = one_or_all::<TablePlacement>(Some("all")))]
+    placement: OneOrAll<TablePlacement>,
     /// Memory policy of the threads that split, for caller-policy
     ///
     /// Where their memory comes from: `local`, `preferred:N`, `interleave`.
@@ -71,8 +72,8 @@ pub(crate) struct NumaSplitArgs {
     /// First touch of a vCPU's memory
     ///
     /// By the vCPU itself, by a vCPU of another node, or by the main thread.
-    #[arg(long, value_name = "THREAD", value_enum, default_value_t = FirstTouchArg::Own, hide_short_help = true)]
-    first_touch: FirstTouchArg,
+    #[arg(long, value_name = "THREAD", default_value = "own", value_parser = named::<FirstTouch>(), hide_short_help = true)]
+    first_touch: FirstTouch,
     /// Threads that split ahead of time, each a part of the memory
     ///
     /// All run on the node of the main thread.
@@ -93,7 +94,7 @@ fn for_split(arg: Arg) -> Arg {
         "bytes" => arg.default_value("64M"),
         "backing" => arg.default_value("anonymous_thp"),
         // The columns are the placements.
-        "lock" => arg.value_parser(except(&LockArg::All)),
+        "lock" => arg.value_parser(one_or_all::<Locking>(None)),
         // The reads of shadow walks are not counted.
         "paging" => arg.value_parser(except(&PagingArg::Shadow)),
         "overlap" | "check" => arg.hide_short_help(true),
@@ -135,38 +136,17 @@ fn policy(text: &str) -> Result<MemoryPolicy, String> {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum PlacementArg {
-    /// On the node of the memory that they map.
-    HugePageNode,
-    /// On the node of the thread that allocates them.
-    CallerNode,
-    /// Where the memory policy of that thread says.
-    CallerPolicy,
-    All,
-}
-
-impl PlacementArg {
-    /// The placements to run, in the order of the table's columns.
-    fn placements(self) -> &'static [TablePlacement] {
-        use TablePlacement::{CallerNode, CallerPolicy, HugePageNode};
-        match self {
-            PlacementArg::HugePageNode => &[HugePageNode],
-            PlacementArg::CallerNode => &[CallerNode],
-            PlacementArg::CallerPolicy => &[CallerPolicy],
-            PlacementArg::All => &[HugePageNode, CallerNode, CallerPolicy],
-        }
-    }
-}
-
-/// The name of a placement in options and results.
-fn placement_name(placement: TablePlacement) -> &'static str {
-    match placement {
-        TablePlacement::HugePageNode => "huge-page-node",
-        TablePlacement::CallerNode => "caller-node",
-        TablePlacement::CallerPolicy => "caller-policy",
-        TablePlacement::Node(_) => "node",
-    }
+impl Named for TablePlacement {
+    const NAMES: &'static [(TablePlacement, &'static str)] = &[
+        (TablePlacement::HugePageNode, "huge-page-node"),
+        (TablePlacement::CallerNode, "caller-node"),
+        (TablePlacement::CallerPolicy, "caller-policy"),
+    ];
+    const HELP: &'static [&'static str] = &[
+        "On the node of the memory that they map",
+        "On the node of the thread that allocates them",
+        "Where the memory policy of that thread says",
+    ];
 }
 
 fn policy_name(policy: MemoryPolicy) -> String {
@@ -187,13 +167,6 @@ pub(crate) enum PinArg {
 }
 
 impl PinArg {
-    fn name(self) -> &'static str {
-        match self {
-            PinArg::On => "on",
-            PinArg::Off => "off",
-        }
-    }
-
     /// The pinning of run number `run`: each run has its own random numbers, and all columns have
     /// the same.
     fn pinning(self, seed: u64, run: u32) -> Pinning {
@@ -204,29 +177,9 @@ impl PinArg {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum FirstTouchArg {
-    Own,
-    Other,
-    Main,
-}
-
-impl FirstTouchArg {
-    fn first_touch(self) -> FirstTouch {
-        match self {
-            FirstTouchArg::Own => FirstTouch::Own,
-            FirstTouchArg::Other => FirstTouch::Other,
-            FirstTouchArg::Main => FirstTouch::Main,
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            FirstTouchArg::Own => "own",
-            FirstTouchArg::Other => "other",
-            FirstTouchArg::Main => "main",
-        }
-    }
+impl Named for FirstTouch {
+    const NAMES: &'static [(FirstTouch, &'static str)] =
+        &[(FirstTouch::Own, "own"), (FirstTouch::Other, "other"), (FirstTouch::Main, "main")];
 }
 
 /// The nodes that the columns run on.
@@ -255,23 +208,25 @@ impl Layout {
             of_host => of_host,
         };
         let map = nodes.map().map_err(MachineError::from)?;
-        if nodes == Nodes::Host && map.is_one() {
-            return Err(Failure::CannotServe("it has one node only; --nodes N makes virtual ones".to_owned()));
-        }
+        ensure!(
+            nodes != Nodes::Host || !map.is_one(),
+            CannotServe,
+            "it has one node only; --nodes N makes virtual ones"
+        );
         let main_node = NodeId(args.main_node.unwrap_or(map.ids()[0].0));
-        if !map.ids().contains(&main_node) {
-            return Err(Failure::Usage(format!(
-                "--main-node: there is no node {}; choose one of --nodes",
-                main_node.0
-            )));
-        }
+        ensure!(
+            map.ids().contains(&main_node),
+            Usage,
+            "--main-node: there is no node {}; choose one of --nodes",
+            main_node.0
+        );
         let is_main_pinned = args.phases.cpus.as_ref().is_some_and(|cpus| cpus.len() > args.phases.guest.vcpus);
         let main_node = if nodes == Nodes::Host && is_main_pinned { None } else { Some(main_node) };
-        if main_node.is_none() && args.main_node.is_some() {
-            return Err(Failure::Usage(
-                "--main-node, and --cpus with a CPU for the main thread: choose one".to_owned(),
-            ));
-        }
+        ensure!(
+            main_node.is_some() || args.main_node.is_none(),
+            Usage,
+            "--main-node, and --cpus with a CPU for the main thread: choose one"
+        );
         if let MemoryPolicy::Preferred(node) = args.policy
             && !map.ids().contains(&node)
         {
@@ -283,10 +238,12 @@ impl Layout {
 
 /// Runs the experiment.
 pub(crate) fn run(args: &NumaSplitArgs, session: &Session) -> Result<Outcome, Failure> {
-    let locking = args.phases.tables.lock.lockings()[0];
-    if args.phases.cpus.is_some() && args.pinning == PinArg::Off {
-        return Err(Failure::Usage("--cpus pins vCPUs, --pin off does not; choose one".to_owned()));
-    }
+    let locking = args.phases.tables.lock.values[0];
+    ensure!(
+        args.phases.cpus.is_none() || args.pinning == PinArg::On,
+        Usage,
+        "--cpus pins vCPUs, --pin off does not; choose one"
+    );
     if args.split_threads > MAX_THREADS {
         return Err(Failure::Usage(format!(
             "{} threads are more than {MAX_THREADS}; choose fewer",
@@ -297,8 +254,8 @@ pub(crate) fn run(args: &NumaSplitArgs, session: &Session) -> Result<Outcome, Fa
     let mut config = phases::machine_config(&args.phases)?;
     config.engine.locking = locking;
     config.nodes = layout.nodes.clone();
-    let placements = args.placement.placements();
-    let title = |placement| Column::new("placement", placement_name(placement), placement_name(placement).to_owned());
+    let placements = &args.placement.values;
+    let title = |placement: TablePlacement| Column::new("placement", placement.name(), placement.name().to_owned());
     let columns: Vec<Column> = placements.iter().copied().map(title).collect();
     let outcome = |columns: &[Column]| {
         let report = figures::new(args, columns);
@@ -316,7 +273,7 @@ pub(crate) fn run(args: &NumaSplitArgs, session: &Session) -> Result<Outcome, Fa
 fn run_apart(args: &NumaSplitArgs, config: &MachineConfig, layout: &Layout, session: &Session) -> Result<Run, Failure> {
     let uses_policy = config.engine.table_placement == TablePlacement::CallerPolicy;
     let roles = Roles {
-        first_touch: args.first_touch.first_touch(),
+        first_touch: args.first_touch,
         main_node: layout.main_node,
         policy: uses_policy.then_some(args.policy),
         nr_splitters: match args.phases.split {

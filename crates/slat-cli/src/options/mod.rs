@@ -3,59 +3,44 @@
 //! An option has one meaning, one text and one letter in all commands; a test of `cli` checks it. A
 //! command may have another default.
 
+mod names;
 mod parse;
 mod values;
 
 use std::path::PathBuf;
 
 use clap::{Args, Command};
+use slat::baselines::Locking;
 use slat_machine::memory::BackingKind;
 
 use crate::failure::Failure;
 use crate::live::View;
+pub(crate) use names::{Named, OneOrAll, ValueName, named, one_or_all};
 pub(crate) use parse::{delay, duration, except, page_size, positive, size_bytes};
 pub(crate) use values::with_format;
 pub(crate) use values::{
-    DirtyTrackingArg, FormatArg, HugePagesArg, LockArg, PagingArg, PeerArg, ProtectionArg, SplitWhen, TrackingArg,
-    check_shadow_format, dirty_tracking, dirty_tracking_name, locking_name, manual_protect_name, protection_name,
-    tracking_name,
+    DirtyTrackingArg, FormatArg, HugePagesArg, PagingArg, PeerArg, ProtectionArg, SplitWhen, check_shadow_format,
+    dirty_tracking, protection_name,
 };
 
-/// The text of `--vcpus`.
+// The texts of the options with these names.
 pub(crate) const VCPUS: &str = "Number of vCPUs";
-/// The text of `--bytes`.
 pub(crate) const BYTES: &str = "Memory for each vCPU, e.g. 64M";
-/// The text of `--backing`.
 pub(crate) const BACKING: &str = "Kind of memory, e.g. shmem";
-/// The text of `--overlap`.
 pub(crate) const OVERLAP: &str = "All vCPUs access all memory, not a part each";
-/// The text of `--slots`.
 pub(crate) const SLOTS: &str = "Slots that the memory is divided into";
-/// The text of `--cpus`.
 pub(crate) const CPUS: &str = "CPUs for the vCPUs, and perhaps one for the main thread";
-/// The text of `--iterations`.
 pub(crate) const ITERATIONS: &str = "Rounds of dirtying memory and getting the log";
-/// The text of `--access-tracking`.
 pub(crate) const ACCESS_TRACKING: &str = "How accesses are tracked";
-/// The text of `--lock`.
 pub(crate) const LOCK: &str = "Lock that the engine takes on the VM";
-/// The text of `--format`.
 pub(crate) const FORMAT: &str = "Format of the second-stage tables";
-/// The text of `--paging`.
 pub(crate) const PAGING: &str = "Page tables of the guest and of the hardware";
-/// The text of `--peer`.
 pub(crate) const PEER: &str = "Measure the KVM of this machine too";
-/// The text of `--duration`.
 pub(crate) const DURATION: &str = "How long to run, e.g. 10s";
-/// The text of `--runs`.
 pub(crate) const RUNS: &str = "Runs of each measurement";
-/// The text of `--seed`.
 pub(crate) const SEED: &str = "Seed of the random choices";
-/// The text of `--contents`.
 pub(crate) const CONTENTS: &str = "Contents of the pages: pattern:SEED or constant:BYTE";
-/// The text of `--output`.
 pub(crate) const OUTPUT: &str = "Where to write";
-/// The text of `--verbose`.
 pub(crate) const VERBOSE: &str = "Print more";
 
 /// The vCPUs and their memory.
@@ -77,8 +62,8 @@ pub(crate) struct GuestArgs {
 /// The lock and the tables of the engine.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct TablesArgs {
-    #[arg(long, value_name = "LOCK", value_enum, default_value_t = LockArg::None, help = LOCK)]
-    pub(crate) lock: LockArg,
+    #[arg(long, value_name = "LOCK", default_value = "none", value_parser = one_or_all::<Locking>(Some("all")), help = LOCK)]
+    pub(crate) lock: OneOrAll<Locking>,
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t = FormatArg::Npt, help = FORMAT)]
     pub(crate) format: FormatArg,
 }

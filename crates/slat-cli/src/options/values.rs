@@ -1,70 +1,10 @@
 //! The values of options that several experiments have, and their names in results.
 
 use clap::ValueEnum;
-use slat::baselines::Locking;
-use slat::dirty::{DirtyTracking, HugePageLogging, ManualProtect};
+use slat::dirty::{DirtyTracking, HugePageLogging};
 use slat::format::Format;
-use slat::tables::AccessTracking;
 
 use crate::failure::Failure;
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum LockArg {
-    Exclusive,
-    Shared,
-    None,
-    All,
-}
-
-impl LockArg {
-    /// The lockings to run, in the order of the table's columns.
-    pub(crate) fn lockings(self) -> &'static [Locking] {
-        match self {
-            LockArg::Exclusive => &[Locking::Exclusive],
-            LockArg::Shared => &[Locking::Shared],
-            LockArg::None => &[Locking::None],
-            LockArg::All => &[Locking::Exclusive, Locking::Shared, Locking::None],
-        }
-    }
-}
-
-/// The name of a locking in options and results.
-pub(crate) fn locking_name(locking: Locking) -> &'static str {
-    match locking {
-        Locking::Exclusive => "exclusive",
-        Locking::Shared => "shared",
-        Locking::None => "none",
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum TrackingArg {
-    /// By the accessed bits of the leaves.
-    AccessedBit,
-    /// By faults.
-    Faults,
-    /// Both.
-    Both,
-}
-
-impl TrackingArg {
-    /// The ways to run, in the order of the table's columns.
-    pub(crate) fn trackings(self) -> &'static [AccessTracking] {
-        match self {
-            TrackingArg::AccessedBit => &[AccessTracking::AccessedBit],
-            TrackingArg::Faults => &[AccessTracking::Faults],
-            TrackingArg::Both => &[AccessTracking::AccessedBit, AccessTracking::Faults],
-        }
-    }
-}
-
-/// The name of an access tracking in options and results.
-pub(crate) fn tracking_name(tracking: AccessTracking) -> &'static str {
-    match tracking {
-        AccessTracking::AccessedBit => "accessed-bit",
-        AccessTracking::Faults => "faults",
-    }
-}
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum DirtyTrackingArg {
@@ -76,16 +16,6 @@ pub(crate) enum DirtyTrackingArg {
     Pml,
     /// As write-protect, and each vCPU writes its dirty pages to a ring instead of the bitmaps.
     Ring,
-}
-
-impl DirtyTrackingArg {
-    /// The name in options and results.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            DirtyTrackingArg::Ring => "ring",
-            other => dirty_tracking_name(dirty_tracking(other, ProtectionArg::Lazy)),
-        }
-    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -108,30 +38,12 @@ pub(crate) fn dirty_tracking(tracking: DirtyTrackingArg, protection: ProtectionA
     }
 }
 
-/// The name of a dirty tracking in options and results.
-pub(crate) fn dirty_tracking_name(tracking: DirtyTracking) -> &'static str {
-    match tracking {
-        DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => "write-protect",
-        DirtyTracking::DirtyBit => "dirty-bit",
-        DirtyTracking::PageModificationLog => "pml",
-    }
-}
-
 /// The name of a write protection in options and results, if pages are tracked by one.
 pub(crate) fn protection_name(tracking: DirtyTracking) -> Option<&'static str> {
     match tracking {
         DirtyTracking::WriteProtect => Some("lazy"),
         DirtyTracking::WriteProtectLeaves => Some("leaf-by-leaf"),
         DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => None,
-    }
-}
-
-/// The name of a manual protect in results.
-pub(crate) fn manual_protect_name(manual_protect: ManualProtect) -> &'static str {
-    match manual_protect {
-        ManualProtect::Disabled => "disabled",
-        ManualProtect::Enabled => "enabled",
-        ManualProtect::InitiallySet => "initially-set",
     }
 }
 
@@ -152,30 +64,12 @@ impl HugePagesArg {
             (HugePagesArg::MarkWhole, SplitWhen::Lazy) => HugePageLogging::MarkWholeLazily,
         }
     }
-
-    /// The name in results.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            HugePagesArg::Split => "split",
-            HugePagesArg::MarkWhole => "mark-whole",
-        }
-    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum SplitWhen {
     Eager,
     Lazy,
-}
-
-impl SplitWhen {
-    /// The name in options and results.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            SplitWhen::Eager => "eager",
-            SplitWhen::Lazy => "lazy",
-        }
-    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -200,35 +94,17 @@ pub(crate) enum FormatArg {
 /// that is generic over the format is compiled for each format, here.
 macro_rules! with_format {
     ($format:expr, $name:ident => $expression:expr) => {
+        $crate::options::with_format!(
+            $format, $name => $expression;
+            Npt = Npt, Ept = Ept, Stage2 = Stage2, Gstage = Sv48x4, GstageSv39x4 = Sv39x4, GstageSv57x4 = Sv57x4, Vtd = Vtd
+        )
+    };
+    ($format:expr, $name:ident => $expression:expr; $($arg:ident = $type:ident),+) => {
         match $format {
-            $crate::options::FormatArg::Npt => {
-                type $name = slat::format::Npt;
+            $($crate::options::FormatArg::$arg => {
+                type $name = slat::format::$type;
                 $expression
-            }
-            $crate::options::FormatArg::Ept => {
-                type $name = slat::format::Ept;
-                $expression
-            }
-            $crate::options::FormatArg::Stage2 => {
-                type $name = slat::format::Stage2;
-                $expression
-            }
-            $crate::options::FormatArg::Gstage => {
-                type $name = slat::format::Sv48x4;
-                $expression
-            }
-            $crate::options::FormatArg::GstageSv39x4 => {
-                type $name = slat::format::Sv39x4;
-                $expression
-            }
-            $crate::options::FormatArg::GstageSv57x4 => {
-                type $name = slat::format::Sv57x4;
-                $expression
-            }
-            $crate::options::FormatArg::Vtd => {
-                type $name = slat::format::Vtd;
-                $expression
-            }
+            })+
         }
     };
 }
@@ -264,17 +140,6 @@ pub(crate) enum PagingArg {
     Shadow,
 }
 
-impl PagingArg {
-    /// The name in options and results.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            PagingArg::Flat => "flat",
-            PagingArg::TwoDimensional => "2d",
-            PagingArg::Shadow => "shadow",
-        }
-    }
-}
-
 /// Whether KVM is measured, too.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum PeerArg {
@@ -284,17 +149,6 @@ pub(crate) enum PeerArg {
     Kvm,
     /// Never.
     None,
-}
-
-impl PeerArg {
-    /// The name in options and results.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            PeerArg::Auto => "auto",
-            PeerArg::Kvm => "kvm",
-            PeerArg::None => "none",
-        }
-    }
 }
 
 /// Whether shadow paging supports tables of `format`.

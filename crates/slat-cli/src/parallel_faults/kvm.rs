@@ -21,9 +21,9 @@ use slat_machine::memory::{Backing, BackingKind};
 use slat_machine::vm::guest::{Sharing, value};
 use slat_machine::vm::machine::{MachineError, Pins};
 
-use crate::failure::{Failure, LEAVE_KVM_OUT, check_failed};
+use crate::failure::{Failure, LEAVE_KVM_OUT, check_failed, ensure};
 use crate::kvm::{KvmError, KvmFacts, KvmVm, Logging, MAX_REGION_BYTES, VmShape, facts, nearest_manual_protect};
-use crate::options::{DirtyTrackingArg, HugePagesArg, PeerArg, manual_protect_name};
+use crate::options::{DirtyTrackingArg, HugePagesArg, Named, PeerArg, ValueName};
 use crate::phases::PhasesArgs;
 use crate::phases::{self, Column, POPULATE_ROUND, Run, timed};
 use crate::results::{NotRun, Results};
@@ -100,7 +100,7 @@ impl Peer {
         notes.extend(kvm.facts.lines());
         let has = kvm.plan.manual_protect;
         if has != kvm.wanted {
-            let [has, wanted] = [has, kvm.wanted].map(manual_protect_name);
+            let [has, wanted] = [has, kvm.wanted].map(Named::name);
             notes.push(format!("This KVM has no manual protect '{wanted}': its log is '{has}'."));
         }
         // The logs of the rounds, and of the sparse one.
@@ -254,11 +254,11 @@ impl Plan {
         for page in 0..self.nr_pages() {
             let round = if self.is_sparse(page) { round + 1 } else { round };
             let found = memory.peek(page);
-            if found != Some(value(round, page)) {
-                return Err(check_failed(format_args!(
-                    "KVM's page {page} holds {found:#x?}, not that of round {round}"
-                )));
-            }
+            ensure!(
+                found == Some(value(round, page)),
+                Check,
+                "KVM's page {page} holds {found:#x?}, not that of round {round}"
+            );
         }
         Ok(Run {
             populate,
@@ -309,9 +309,11 @@ impl<'a> Log<'a> {
     /// Gets the log once more, which must be empty.
     fn check_empty(&mut self) -> Result<(), Failure> {
         self.get()?;
-        if self.bitmaps.iter().flatten().any(|&word| word != 0) {
-            return Err(check_failed("KVM's dirty log is not empty after it was cleared"));
-        }
+        ensure!(
+            self.bitmaps.iter().flatten().all(|&word| word == 0),
+            Check,
+            "KVM's dirty log is not empty after it was cleared"
+        );
         Ok(())
     }
 }

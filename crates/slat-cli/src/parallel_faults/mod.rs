@@ -11,7 +11,7 @@ use serde_json::json;
 use slat::baselines::Locking;
 
 use crate::failure::Failure;
-use crate::options::{OutputArgs, PEER, PagingArg, PeerArg, locking_name};
+use crate::options::{Named, OutputArgs, PEER, PagingArg, PeerArg, ValueName};
 use crate::phases::PhasesArgs;
 use crate::phases::figures::{Base, OTHERS, Report, SHADOW_OTHERS};
 use crate::phases::{self, Column, Roles};
@@ -43,9 +43,9 @@ pub(crate) fn run(
 ) -> Result<Outcome, Failure> {
     let config = phases::machine_config(args)?;
     let peer = Peer::new(args, *wanted)?;
-    let lockings = args.tables.lock.lockings();
-    let column = |locking| {
-        let mut column = Column::new("lock", locking_name(locking), format!("lock {}", locking_name(locking)));
+    let lockings = &args.tables.lock.values;
+    let column = |locking: Locking| {
+        let mut column = Column::new("lock", locking.name(), format!("lock {}", locking.name()));
         column.labels.insert("paging".to_owned(), args.paging.name().into());
         column
     };

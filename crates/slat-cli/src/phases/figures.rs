@@ -10,7 +10,7 @@ use slat::stats::{Histogram, Stats};
 use slat_machine::linux::topology::HostDescription;
 
 use super::{Column, EngineRun, Run, manual_protect};
-use crate::options::{HugePagesArg, dirty_tracking, manual_protect_name, protection_name};
+use crate::options::{HugePagesArg, Named, ValueName, dirty_tracking, protection_name};
 use crate::phases::PhasesArgs;
 use crate::quantity::{Unit, quantity};
 use crate::results::{Distribution, Figure, Host, PerRun, Results, cell, measured_on};
@@ -49,45 +49,35 @@ fn time(run: &Run, of: fn(&Stats) -> u64) -> Option<f64> {
     run.engine.as_ref().map(|engine| seconds(of(&engine.stats)))
 }
 
+type Row = PerRun<Run>;
+
 /// The figures of any experiment.
-pub(crate) const OTHERS: [PerRun<Run>; 16] = [
-    PerRun::new("faults", "Faults", Unit::Count, |run| count(run, |stats| stats.faults)),
-    PerRun::new("spurious", "  of them spurious", Unit::Count, |run| count(run, |stats| stats.spurious)),
-    PerRun::new("retries", "Retries", Unit::Count, |run| count(run, |stats| stats.retries)),
-    PerRun::new("exits", "Exits (ring full)", Unit::Count, |run| count(run, |stats| stats.exits)),
-    PerRun::new("flushes", "Flushes", Unit::Count, |run| count(run, |stats| stats.flushes)),
-    PerRun::new("pages_protected", "Leaf PTEs protected or cleaned", Unit::Count, |run| {
-        count(run, |stats| stats.protected)
-    }),
-    PerRun::new("tables_protected", "Directory entries protected", Unit::Count, |run| {
-        count(run, |stats| stats.tables_protected)
-    }),
-    PerRun::new("splits", "Huge pages split", Unit::Count, |run| count(run, |stats| stats.splits)),
-    PerRun::new("recoveries", "Huge pages recovered", Unit::Count, |run| count(run, |stats| stats.recoveries)),
-    PerRun::new("lock_waits", "Waits for the lock", Unit::Count, |run| count(run, |stats| stats.lock_waits)),
-    PerRun::new("lock_wait_time", "Time in these waits (all vCPUs)", Unit::Seconds, |run| {
-        time(run, |stats| stats.lock_wait_ns.sum())
-    }),
-    PerRun::new("resolve_time", "Resolve time (all vCPUs)", Unit::Seconds, |run| time(run, Stats::resolve_time_ns)),
-    PerRun::new("engine_time", "Engine time (all vCPUs)", Unit::Seconds, |run| time(run, Stats::engine_time_ns)),
-    PerRun::new("tables_bytes", "Tables", Unit::Bytes, |run| count(run, |stats| stats.live_tables() * PAGE_SIZE)),
-    PerRun::new("leaves_2m", "Leaves of 2 MiB", Unit::Count, |run| count(run, |stats| stats.installed_2m)),
-    PerRun::new("verified", "Reads verified", Unit::Count, |run| Some(run.nr_verified as f64)),
+pub(crate) const OTHERS: [Row; 16] = [
+    Row::count("faults", "Faults", |run| count(run, |stats| stats.faults)),
+    Row::count("spurious", "  of them spurious", |run| count(run, |stats| stats.spurious)),
+    Row::count("retries", "Retries", |run| count(run, |stats| stats.retries)),
+    Row::count("exits", "Exits (ring full)", |run| count(run, |stats| stats.exits)),
+    Row::count("flushes", "Flushes", |run| count(run, |stats| stats.flushes)),
+    Row::count("pages_protected", "Leaf PTEs protected or cleaned", |run| count(run, |stats| stats.protected)),
+    Row::count("tables_protected", "Directory entries protected", |run| count(run, |stats| stats.tables_protected)),
+    Row::count("splits", "Huge pages split", |run| count(run, |stats| stats.splits)),
+    Row::count("recoveries", "Huge pages recovered", |run| count(run, |stats| stats.recoveries)),
+    Row::count("lock_waits", "Waits for the lock", |run| count(run, |stats| stats.lock_waits)),
+    Row::time("lock_wait_time", "Time in these waits (all vCPUs)", |run| time(run, |stats| stats.lock_wait_ns.sum())),
+    Row::time("resolve_time", "Resolve time (all vCPUs)", |run| time(run, Stats::resolve_time_ns)),
+    Row::time("engine_time", "Engine time (all vCPUs)", |run| time(run, Stats::engine_time_ns)),
+    Row::new("tables_bytes", "Tables", Unit::Bytes, |run| count(run, |stats| stats.live_tables() * PAGE_SIZE)),
+    Row::count("leaves_2m", "Leaves of 2 MiB", |run| count(run, |stats| stats.installed_2m)),
+    Row::count("verified", "Reads verified", |run| Some(run.nr_verified as f64)),
 ];
 
 /// The figures of shadow paging.
-pub(crate) const SHADOW_OTHERS: [PerRun<Run>; 5] = [
-    PerRun::new("page_faults", "Page faults (exits)", Unit::Count, |run| count(run, |stats| stats.page_faults)),
-    PerRun::new("entries_synced", "Shadow PTEs synchronized", Unit::Count, |run| {
-        count(run, |stats| stats.entries_synced)
-    }),
-    PerRun::new("shadow_evictions", "Shadow pages evicted", Unit::Count, |run| {
-        count(run, |stats| stats.shadow_evictions)
-    }),
-    PerRun::new("shadow_tables", "Shadow pages", Unit::Count, |run| {
-        run.engine.as_ref().map(|engine| engine.nr_shadow_tables as f64)
-    }),
-    PerRun::new("shadow_leaves", "Shadow leaves", Unit::Count, |run| count(run, Stats::shadow_leaves)),
+pub(crate) const SHADOW_OTHERS: [Row; 5] = [
+    Row::count("page_faults", "Page faults (exits)", |run| count(run, |stats| stats.page_faults)),
+    Row::count("entries_synced", "Shadow PTEs synchronized", |run| count(run, |stats| stats.entries_synced)),
+    Row::count("shadow_evictions", "Shadow pages evicted", |run| count(run, |stats| stats.shadow_evictions)),
+    Row::count("shadow_tables", "Shadow pages", |run| run.engine.as_ref().map(|engine| engine.nr_shadow_tables as f64)),
+    Row::count("shadow_leaves", "Shadow leaves", |run| count(run, Stats::shadow_leaves)),
 ];
 
 type OfStats = fn(&Stats) -> &Histogram;
@@ -98,20 +88,16 @@ fn quantile(run: &Run, histogram: OfStats, per_mille: u32) -> Option<f64> {
     (histogram.count() != 0).then(|| seconds(histogram.quantile(per_mille)))
 }
 
-const fn of_histogram(name: &'static str, title: &'static str, value: fn(&Run) -> Option<f64>) -> PerRun<Run> {
-    PerRun::new(name, title, Unit::Seconds, value)
-}
-
-const QUANTILES: [PerRun<Run>; 9] = [
-    of_histogram("guest_stall_p50", "Guest stall in a fault, p50", |run| quantile(run, stall, 500)),
-    of_histogram("guest_stall_p99", "Guest stall in a fault, p99", |run| quantile(run, stall, 990)),
-    of_histogram("guest_stall_max", "Guest stall in a fault, worst", |run| quantile(run, stall, 1000)),
-    of_histogram("lock_wait_p50", "Wait for the lock, p50", |run| quantile(run, lock_wait, 500)),
-    of_histogram("lock_wait_p99", "Wait for the lock, p99", |run| quantile(run, lock_wait, 990)),
-    of_histogram("lock_wait_max", "Wait for the lock, worst", |run| quantile(run, lock_wait, 1000)),
-    of_histogram("lock_hold_p50", "Held the lock, p50", |run| quantile(run, lock_hold, 500)),
-    of_histogram("lock_hold_p99", "Held the lock, p99", |run| quantile(run, lock_hold, 990)),
-    of_histogram("lock_hold_max", "Held the lock, worst", |run| quantile(run, lock_hold, 1000)),
+const QUANTILES: [Row; 9] = [
+    Row::time("guest_stall_p50", "Guest stall in a fault, p50", |run| quantile(run, stall, 500)),
+    Row::time("guest_stall_p99", "Guest stall in a fault, p99", |run| quantile(run, stall, 990)),
+    Row::time("guest_stall_max", "Guest stall in a fault, worst", |run| quantile(run, stall, 1000)),
+    Row::time("lock_wait_p50", "Wait for the lock, p50", |run| quantile(run, lock_wait, 500)),
+    Row::time("lock_wait_p99", "Wait for the lock, p99", |run| quantile(run, lock_wait, 990)),
+    Row::time("lock_wait_max", "Wait for the lock, worst", |run| quantile(run, lock_wait, 1000)),
+    Row::time("lock_hold_p50", "Held the lock, p50", |run| quantile(run, lock_hold, 500)),
+    Row::time("lock_hold_p99", "Held the lock, p99", |run| quantile(run, lock_hold, 990)),
+    Row::time("lock_hold_max", "Held the lock, worst", |run| quantile(run, lock_hold, 1000)),
 ];
 
 fn stall(stats: &Stats) -> &Histogram {
@@ -262,7 +248,7 @@ impl Report<'_> {
             "dirty pages: {}{}, manual protect: {}, huge pages: {}{}",
             args.tracking.name(),
             protection_name(tracking).map(|name| format!(" ({name})")).unwrap_or_default(),
-            manual_protect_name(manual_protect(args)),
+            manual_protect(args).name(),
             args.huge_pages.name(),
             if args.huge_pages == HugePagesArg::Split { format!(" ({})", args.split.name()) } else { String::new() },
         )
@@ -392,7 +378,7 @@ fn config_json(args: &PhasesArgs) -> Value {
         "tracking": args.tracking.name(),
         "ring_entries": args.ring_entries(),
         "protection": protection_name(dirty_tracking(args.tracking, args.protection)),
-        "manual_protect": manual_protect_name(manual_protect(args)),
+        "manual_protect": manual_protect(args).name(),
         "huge_pages": args.huge_pages.name(),
         "split": args.split.name(),
         "seed": args.seed,

@@ -26,8 +26,10 @@ use slat_machine::memory::numa::{FirstTouch, MemoryPolicy, WalkReads};
 use slat_machine::vm::guest::{Order, Program, Sharing};
 use slat_machine::vm::machine::{Machine, MachineConfig, MachineError, Pins, shadow_paging};
 
-use crate::failure::{Failure, no_thread};
-use crate::options::{DirtyTrackingArg, HugePagesArg, PagingArg, check_shadow_format, dirty_tracking, with_format};
+use crate::failure::{Failure, no_thread, refuse};
+use crate::options::{
+    DirtyTrackingArg, HugePagesArg, PagingArg, ValueName, check_shadow_format, dirty_tracking, with_format,
+};
 use crate::results::{Labels, Outcome, labels};
 use crate::session::Session;
 use crate::turns;
@@ -129,38 +131,38 @@ pub(crate) fn measure(
 
 /// The machine that the options name.
 pub(crate) fn machine_config(args: &PhasesArgs) -> Result<MachineConfig, Failure> {
-    if args.paging == PagingArg::Shadow {
-        check_shadow_format(args.tables.format)?;
-        if let DirtyTrackingArg::DirtyBit | DirtyTrackingArg::Pml = args.tracking {
-            return Err(Failure::Usage(format!(
+    let (tracking, format) = (args.tracking, args.tables.format);
+    let is_shadow = args.paging == PagingArg::Shadow;
+    if is_shadow {
+        check_shadow_format(format)?;
+    }
+    refuse([
+        (
+            tracking == DirtyTrackingArg::Ring && args.huge_pages == HugePagesArg::MarkWhole,
+            "--tracking ring needs --huge-pages split: rings name pages of 4 KiB",
+        ),
+        (
+            is_shadow && matches!(tracking, DirtyTrackingArg::DirtyBit | DirtyTrackingArg::Pml),
+            &format!(
                 "--paging shadow needs --tracking write-protect or ring: without a second stage nothing sets its dirty bits, \
                  for {}",
-                args.tracking.name()
-            )));
-        }
-    }
-    if args.tracking == DirtyTrackingArg::Pml && !args.tables.format.has_modification_log() {
-        return Err(Failure::Usage(format!(
-            "--tracking pml needs --format ept: there is no page-modification logging with {} tables",
-            args.tables.format.name()
-        )));
-    }
-    if args.tracking == DirtyTrackingArg::DirtyBit && !args.tables.format.has_dirty_bit() {
-        return Err(Failure::Usage(format!(
-            "--tracking dirty-bit needs another --format: CPUs set no dirty bits in {} tables",
-            args.tables.format.name()
-        )));
-    }
-    if args.tracking == DirtyTrackingArg::Ring && args.huge_pages == HugePagesArg::MarkWhole {
-        return Err(Failure::Usage("--tracking ring needs --huge-pages split: rings name pages of 4 KiB".to_owned()));
-    }
-    if args.has_entries_without_rings() {
-        return Err(Failure::Usage("--ring-entries needs --tracking ring; add it".to_owned()));
-    }
-    let pins = match &args.cpus {
-        None => None,
-        Some(cpus) => Some(pins(cpus, args.guest.vcpus)?),
-    };
+                tracking.name()
+            ),
+        ),
+        (
+            tracking == DirtyTrackingArg::Pml && !format.has_modification_log(),
+            &format!(
+                "--tracking pml needs --format ept: there is no page-modification logging with {} tables",
+                format.name()
+            ),
+        ),
+        (
+            tracking == DirtyTrackingArg::DirtyBit && !format.has_dirty_bit(),
+            &format!("--tracking dirty-bit needs another --format: CPUs set no dirty bits in {} tables", format.name()),
+        ),
+        (args.has_entries_without_rings(), "--ring-entries needs --tracking ring; add it"),
+    ])?;
+    let pins = args.cpus.as_ref().map(|cpus| pins(cpus, args.guest.vcpus)).transpose()?;
     let nr_slots = u32::try_from(args.slots)
         .map_err(|_| Failure::Usage(format!("{} slots are too many; choose fewer (--slots)", args.slots)))?;
     let engine = Config::default()
@@ -175,7 +177,7 @@ pub(crate) fn machine_config(args: &PhasesArgs) -> Result<MachineConfig, Failure
         nr_slots,
         backing: args.guest.backing,
         engine,
-        shadow: (args.paging == PagingArg::Shadow).then(|| shadow_paging(nr_pages)),
+        shadow: is_shadow.then(|| shadow_paging(nr_pages)),
         dirty_ring_entries: args.ring_entries(),
         paging: match args.paging {
             PagingArg::Flat => Paging::Off,

@@ -1,9 +1,10 @@
 //! Plots of latencies: the frequency of each time.
 
 use super::ink::NR_SERIES;
+use super::place;
 use super::plot::{Axis, Body, Data, Plot, Point, Scale, Series, SeriesShape};
 use super::plots::{Shown, labels, varying};
-use crate::quantity::{self, NOTHING, Unit, quantity};
+use crate::quantity::{self, Unit, or_nothing, quantity};
 use crate::results::Distribution;
 
 /// Steps of a plot in each doubling: the engine's eight would draw its rounding, not the guest's
@@ -39,10 +40,7 @@ fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
         for index in of(one) {
             let histogram = &one.result.histograms[index];
             let label = labels(&histogram.labels, &vary);
-            let ink = inks.iter().position(|ink| *ink == label).unwrap_or_else(|| {
-                inks.push(label.clone());
-                inks.len() - 1
-            });
+            let ink = place(&mut inks, |ink| *ink == label, || label.clone());
             unit = histogram.unit;
             let dash = if shown.len() > 1 { file } else { ink };
             let name = match one.name(&label) {
@@ -152,11 +150,11 @@ fn row(histogram: &Distribution, name: &str, unit: Unit) -> Vec<String> {
             below += count;
             below >= share * all
         });
-        found.map_or(NOTHING.to_owned(), |(upper, _)| quantity(*upper, unit))
+        or_nothing(found.map(|(upper, _)| quantity(*upper, unit)))
     };
     let mut cells = vec![name.to_owned(), quantity(all, Unit::Count)];
     cells.extend(QUANTILES.iter().map(|(_, share)| quantile(*share)));
-    cells.push(buckets.last().map_or(NOTHING.to_owned(), |(upper, _)| quantity(*upper, unit)));
+    cells.push(or_nothing(buckets.last().map(|(upper, _)| quantity(*upper, unit))));
     cells
 }
 

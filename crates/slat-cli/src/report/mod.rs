@@ -103,3 +103,11 @@ fn write(path: &Path, text: &[u8]) -> io::Result<()> {
 fn without_path(error: io::Error) -> io::Error {
     error.raw_os_error().map_or(error.kind().into(), io::Error::from_raw_os_error)
 }
+
+/// The place in a list of what is looked for. If nothing is, `new` is added.
+fn place<T>(list: &mut Vec<T>, is_it: impl FnMut(&T) -> bool, new: impl FnOnce() -> T) -> usize {
+    list.iter().position(is_it).unwrap_or_else(|| {
+        list.push(new());
+        list.len() - 1
+    })
+}

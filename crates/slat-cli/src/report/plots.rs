@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use super::groups::{Group, text};
-use super::histograms;
 use super::ink::NR_SERIES;
 use super::input::Input;
 use super::plot::{Axis, Bar, Body, Data, Part, Plot, Point, Scale, Series, SeriesShape};
+use super::{histograms, place};
 use crate::quantity::{self, NOTHING, Unit, quantity};
 use crate::results::{Figure, Labels, Results};
 use crate::statistics::Samples;
@@ -210,16 +210,17 @@ impl<'a> Figures<'a> {
         let present: Vec<&str> = names.iter().copied().skip(left_out).filter(|name| self.has(name)).collect();
         let unit = self.all(present.first()?).next()?.unit;
         let vary = varying(present.iter().flat_map(|name| self.all(name)).map(|figure| &figure.labels));
-        let mut bars: Vec<(String, Bar)> = Vec::new();
+        let mut bars: Vec<Bar> = Vec::new();
         for (shown, figures) in &self.of {
             for figure in figures.iter().filter(|figure| present.contains(&figure.name.as_str()) && figure.unit == unit)
             {
                 let name = shown.name(&labels(&figure.labels, &vary));
-                let place = bars.iter().position(|(of, _)| *of == name).unwrap_or_else(|| {
-                    bars.push((name.clone(), Bar { name, parts: vec![None; present.len()], quartiles: None }));
-                    bars.len() - 1
-                });
-                let bar = &mut bars[place].1;
+                let at = place(
+                    &mut bars,
+                    |bar| bar.name == name,
+                    || Bar { name: name.clone(), parts: vec![None; present.len()], quartiles: None },
+                );
+                let bar = &mut bars[at];
                 if let Some(part) = present.iter().position(|name| *name == figure.name) {
                     bar.parts[part] = median(&figure.samples);
                 }
@@ -229,18 +230,11 @@ impl<'a> Figures<'a> {
             }
         }
         // Bars that are compared are neighbours.
-        let mut order: Vec<String> = Vec::new();
         let base = |name: &str| name.rsplit_once(" · ").map_or(name, |(base, _)| base).to_owned();
         if self.of.len() > 1 {
-            for (name, _) in &bars {
-                let base = base(name);
-                if !order.contains(&base) {
-                    order.push(base);
-                }
-            }
-            bars.sort_by_key(|(name, _)| order.iter().position(|of| *of == base(name)));
+            let bases: Vec<String> = bars.iter().map(|bar| base(&bar.name)).collect();
+            bars.sort_by_key(|bar| bases.iter().position(|of| *of == base(&bar.name)));
         }
-        let bars: Vec<Bar> = bars.into_iter().map(|(_, bar)| bar).collect();
         let ink = |name: &str| names.iter().position(|of| *of == name).unwrap_or_default();
         let part = |name: &&str| Part { name: quantity::title(name), ink: ink(name) };
         let parts: Vec<Part> = present.iter().map(part).collect();
@@ -272,9 +266,7 @@ impl<'a> Figures<'a> {
         let mut titles: Vec<String> = Vec::new();
         for figure in self.all(of.figure).filter(has_place) {
             let title = labels(&figure.labels, &others);
-            if !titles.contains(&title) {
-                titles.push(title);
-            }
+            place(&mut titles, |of| *of == title, || title.clone());
         }
         let mut plots = Vec::new();
         // One ink for a value in all of the plots.
@@ -285,20 +277,15 @@ impl<'a> Figures<'a> {
                 let here = figures.iter().filter(|figure| figure.name == of.figure).filter(has_place);
                 for figure in here.filter(|figure| labels(&figure.labels, &others) == title) {
                     let method = figure.labels.get(of.series).map(text).unwrap_or_default();
-                    let ink = inks.iter().position(|ink| *ink == method).unwrap_or_else(|| {
-                        inks.push(method.clone());
-                        inks.len() - 1
-                    });
+                    let ink = place(&mut inks, |ink| *ink == method, || method.clone());
                     let name = shown.name(&method);
-                    let place = series.iter().position(|series| series.name == name).unwrap_or_else(|| {
-                        let dash = if self.of.len() > 1 { file } else { ink };
-                        series.push(Series { name, ink, dash, points: Vec::new() });
-                        series.len() - 1
-                    });
+                    let dash = if self.of.len() > 1 { file } else { ink };
+                    let new = || Series { name: name.clone(), ink, dash, points: Vec::new() };
+                    let at = place(&mut series, |series| series.name == name, new);
                     let (Some(x), Some(y)) = (figure.labels[of.along].as_f64(), median(&figure.samples)) else {
                         continue;
                     };
-                    series[place].points.push(Point { x, y, quartiles: quartiles(&figure.samples) });
+                    series[at].points.push(Point { x, y, quartiles: quartiles(&figure.samples) });
                 }
             }
             plots.extend(of.plots(&title, series));
@@ -332,9 +319,9 @@ impl Lines {
     fn plot(&self, title: String, ticks: &[f64], series: Vec<Series>) -> Plot {
         let head =
             std::iter::once(self.x.title.clone()).chain(series.iter().map(|series| series.name.clone())).collect();
-        let cell = |series: &Series, x: f64| match series.points.iter().find(|point| point.x == x) {
-            Some(point) => with_quartiles(Some(point.y), point.quartiles, self.y.unit),
-            None => NOTHING.to_owned(),
+        let cell = |series: &Series, x: f64| {
+            let point = series.points.iter().find(|point| point.x == x);
+            with_quartiles(point.map(|point| point.y), point.and_then(|point| point.quartiles), self.y.unit)
         };
         let row = |&x: &f64| {
             let cells = series.iter().map(|series| cell(series, x));

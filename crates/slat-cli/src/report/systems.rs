@@ -5,6 +5,7 @@ use maud::{Markup, html};
 
 use super::input::Input;
 use super::page::{scroll, tally};
+use super::place;
 use crate::claims;
 use crate::quantity::{self, NOTHING, nr_runs, quantity, spread};
 use crate::results::Better;
@@ -25,11 +26,11 @@ pub(crate) fn systems(inputs: &[Input]) -> Vec<Row<'_>> {
     let mut rows: Vec<Row<'_>> = Vec::new();
     for (file, input) in inputs.iter().enumerate() {
         for system in input.systems() {
-            let row = rows.iter().position(|row| row.system == system.system).unwrap_or_else(|| {
-                let files = vec![None; inputs.len()];
-                rows.push(Row { system: &system.system, title: &system.title, files });
-                rows.len() - 1
-            });
+            let row = place(
+                &mut rows,
+                |row| row.system == system.system,
+                || Row { system: &system.system, title: &system.title, files: vec![None; inputs.len()] },
+            );
             rows[row].files[file].get_or_insert(system);
         }
     }
@@ -48,10 +49,8 @@ impl<'a> Merged<'a> {
         let mut sides: Vec<(&str, Vec<Option<&Side>>)> = Vec::new();
         for (file, comparison) in self.files.iter().enumerate() {
             for side in comparison.map(|comparison| comparison.sides.as_slice()).unwrap_or_default() {
-                let at = sides.iter().position(|(name, _)| *name == side.name).unwrap_or_else(|| {
-                    sides.push((&side.name, vec![None; self.files.len()]));
-                    sides.len() - 1
-                });
+                let new = || (&side.name[..], vec![None; self.files.len()]);
+                let at = place(&mut sides, |(name, _)| *name == side.name, new);
                 sides[at].1[file].get_or_insert(side);
             }
         }
@@ -64,10 +63,8 @@ impl<'a> Row<'a> {
         let mut merged: Vec<Merged<'_>> = Vec::new();
         for (file, system) in self.files.iter().enumerate() {
             for comparison in system.map(|system| system.comparisons.as_slice()).unwrap_or_default() {
-                let at = merged.iter().position(|merged| merged.first.name == comparison.name).unwrap_or_else(|| {
-                    merged.push(Merged { first: comparison, files: vec![None; self.files.len()] });
-                    merged.len() - 1
-                });
+                let new = || Merged { first: comparison, files: vec![None; self.files.len()] };
+                let at = place(&mut merged, |merged| merged.first.name == comparison.name, new);
                 merged[at].files[file].get_or_insert(comparison);
             }
         }

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use super::groups::text;
+use super::place;
 use super::plot::Data;
 use super::plots::{labels, varying};
 use crate::quantity::{self, NOTHING, Unit};
@@ -50,11 +51,8 @@ pub(crate) fn figures(result: &Results, show: fn(&Samples, Unit) -> String) -> D
             columns.len() - 1
         });
         let row_labels = labels(&figure.labels, &of_row);
-        let row =
-            rows.iter().position(|(name, of, _)| *name == figure.name && *of == row_labels).unwrap_or_else(|| {
-                rows.push((figure.name.clone(), row_labels, BTreeMap::new()));
-                rows.len() - 1
-            });
+        let is_it = |(name, of, _): &(String, String, _)| *name == figure.name && *of == row_labels;
+        let row = place(&mut rows, is_it, || (figure.name.clone(), row_labels.clone(), BTreeMap::new()));
         let cell = show(&figure.samples, figure.unit);
         rows[row].2.entry(at).or_insert(cell);
     }

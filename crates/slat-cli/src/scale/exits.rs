@@ -1,8 +1,6 @@
 //! Exits instead of one wait queue, as others measured them on 256 cores: memory of which each page
 //! is there already, one descriptor, a reader for each vCPU; and the same with memory-fault exits.
 
-use std::fmt::Write;
-
 use slat_model::experiment::userfault::{Mode, Uffds, Userfault, UserfaultRun};
 use slat_model::experiment::{Backing, Hypervisor};
 use slat_model::topology::Topology;
@@ -102,21 +100,20 @@ fn part(topology: &Topology, all: &[Done]) -> Part {
         });
         figures.add_row(std::iter::once(format!("{nr_vcpus} vCPUs")).chain(cells));
     }
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         part.text,
         "{figures}\n\nA rate is pages in a second, of all vCPUs together, on the topology\n{TOPOLOGY}. Published: {ON}."
     );
     for done in all {
         let labels = done.labels();
         part.figures.push(Figure::new("total_page_rate", Unit::PerSecond, &labels, [done.rate()]));
-        part.published.push(PublishedFigure {
-            name: "total_page_rate".to_owned(),
-            unit: Unit::PerSecond,
-            labels: labels.clone(),
-            range: [done.published(); 2],
-            on: ON.to_owned(),
-        });
+        part.published.push(PublishedFigure::new(
+            "total_page_rate",
+            Unit::PerSecond,
+            &labels,
+            [done.published(); 2],
+            ON,
+        ));
         part.runs.push(Traced::new(title(done.row, done.column), labels, topology, &done.run.report));
     }
     part

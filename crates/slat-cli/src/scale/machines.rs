@@ -3,7 +3,7 @@
 use slat_model::topology::Topology;
 
 use super::ScaleArgs;
-use crate::failure::Failure;
+use crate::failure::{Failure, ensure};
 
 /// Pages of a VM, at most: 512 GiB, which is more than was published.
 const MAX_PAGES: u64 = 1 << 27;
@@ -53,13 +53,13 @@ impl Machines {
         }
         // The published machine has 96 CPUs.
         let nr_pages = (args.bytes >> 12).saturating_mul(most.max(96) as u64);
-        if nr_pages > MAX_PAGES {
-            return Err(Failure::Usage(format!(
-                "--bytes {}: the memory of all vCPUs is more than {} GiB; choose less",
-                args.bytes,
-                MAX_PAGES >> 18
-            )));
-        }
+        ensure!(
+            nr_pages <= MAX_PAGES,
+            Usage,
+            "--bytes {}: the memory of all vCPUs is more than {} GiB; choose less",
+            args.bytes,
+            MAX_PAGES >> 18
+        );
         Ok(machines)
     }
 

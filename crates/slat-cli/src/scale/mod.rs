@@ -13,6 +13,13 @@
 //! The types of the engine here are those of `slat_costed`, which `slat_model` uses. They are not
 //! those of `slat`.
 
+/// Adds a line, of a format and its arguments, to a string.
+macro_rules! add_line {
+    ($text:expr, $($line:tt)+) => {
+        $text.push_str(&(format!($($line)+) + "\n"))
+    };
+}
+
 mod check;
 mod dirty_log;
 mod exits;
@@ -31,7 +38,7 @@ use slat_model::parameters::Parameters;
 use slat_model::version::{Seed, VERSION};
 
 use crate::failure::Failure;
-use crate::options::{BYTES, ITERATIONS, OutputArgs, SEED, positive, size_bytes};
+use crate::options::{BYTES, ITERATIONS, OutputArgs, SEED, ValueName, positive, size_bytes};
 use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Host, MODELLED_CPUS, Outcome, PublishedFigure, Results};
 use crate::session::Session;
@@ -120,19 +127,6 @@ enum SystemArg {
     /// Operations of the hypervisor beside faults.
     DirtyLog,
     All,
-}
-
-impl SystemArg {
-    /// The name in options and results.
-    fn name(self) -> &'static str {
-        match self {
-            SystemArg::ParallelFaults => "parallel-faults",
-            SystemArg::Userfault => "userfault",
-            SystemArg::NumaSplit => "numa-split",
-            SystemArg::DirtyLog => "dirty-log",
-            SystemArg::All => "all",
-        }
-    }
 }
 
 /// A system, and the function that runs its model.
@@ -263,7 +257,7 @@ fn print(out: &mut impl Write, args: &ScaleArgs, parts: &[(SystemArg, Part)]) ->
 /// The object of `--json`.
 fn results(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -> Results {
     let parts_of = |(system, part): &(SystemArg, Part)| {
-        part.runs.iter().map(|run| run.json(system.name(), args.trace)).collect::<Vec<_>>()
+        part.runs.iter().map(|run| run.json(&system.name(), args.trace)).collect::<Vec<_>>()
     };
     let config = json!({
         "system": args.system.name(),
@@ -293,9 +287,7 @@ mod tests {
     #[test]
     fn each_system_has_a_value_and_a_function() {
         for value in SystemArg::value_variants() {
-            let name = value.to_possible_value().unwrap().get_name().to_owned();
-            assert_eq!(name, value.name());
-            assert!(*value == SystemArg::All || SYSTEMS.iter().any(|system| system.arg == *value), "{name}");
+            assert!(*value == SystemArg::All || SYSTEMS.iter().any(|system| system.arg == *value), "{value:?}");
         }
     }
 

@@ -1,15 +1,14 @@
 //! Splits of huge pages on a modelled machine with eight nodes: where the page-table pages are that
 //! replace the huge pages, and what that costs the guest.
 
-use std::fmt::Write;
-
 use slat_model::experiment::numa_split::{NumaSplit, PUBLISHED_PAGES, Placement, SplitRun, SplitTimes, Splitters};
 use slat_model::topology::Topology;
 
 use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
-use crate::quantity::{NOTHING, Unit, digits, quantity};
+use crate::options::Named;
+use crate::quantity::{NOTHING, Unit, digits, or_nothing, quantity};
 use crate::results::{Figure, Labels, labels};
 use crate::table::{self, PUBLISHED};
 
@@ -70,26 +69,12 @@ fn improvement(before: f64, after: f64) -> String {
 }
 
 impl Case {
-    fn placement_name(self) -> &'static str {
-        match self.placement {
-            Placement::Caller => "caller-node",
-            Placement::HugePage => "huge-page-node",
-        }
-    }
-
-    fn splitters_name(self) -> &'static str {
-        match self.splitters {
-            Splitters::One => "one",
-            Splitters::PerNode => "per-node",
-        }
-    }
-
     fn labels(self) -> Labels {
-        labels([("placement", self.placement_name().into()), ("splitters", self.splitters_name().into())])
+        labels([("placement", self.placement.name().into()), ("splitters", self.splitters.name().into())])
     }
 
     fn title(self) -> String {
-        format!("{}, {}", self.placement_name(), self.splitters_name())
+        format!("{}, {}", self.placement.name(), self.splitters.name())
     }
 
     fn run(self, context: &Context<'_>, topology: &Topology) -> Result<Done, Failure> {
@@ -119,7 +104,8 @@ pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
 }
 
 fn part(context: &Context<'_>, all: &[Done]) -> Part {
-    let mut part = Part { runs: all.iter().map(Done::traced).collect(), ..Part::default() };
+    let traced = |done: &Done| Traced::new(done.case.title(), done.case.labels(), &done.topology, &done.run.report);
+    let mut part = Part { runs: all.iter().map(traced).collect(), ..Part::default() };
     let header = ["placement, splitters", "split", "dirty memory", "less time", PUBLISHED, "local", "remote"];
     let mut figures = table::figures(header.map(str::to_owned));
     for Done { case, run, .. } in all {
@@ -132,7 +118,7 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
             case.title(),
             quantity(times.split_ns as f64 / 1e9, Unit::Seconds),
             quantity(dirty_s(times), Unit::Seconds),
-            base.map_or_else(|| NOTHING.to_owned(), |base| improvement(dirty_s(&base.run.times), dirty_s(times))),
+            or_nothing(base.map(|base| improvement(dirty_s(&base.run.times), dirty_s(times)))),
             published.to_owned(),
             digits(times.nr_local_tables as f64, true),
             digits(times.nr_remote_tables as f64, true),
@@ -144,8 +130,7 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
         part.figures.extend(tables.map(|(name, nr)| Figure::new(name, Unit::Count, &labels, [nr as f64])));
     }
     let nr_pages = nr_pages(context.args.bytes);
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         part.text,
         "{figures}\n\n\
          {NR_VCPUS} vCPUs, and one thread that splits, or one on each node.\n\
@@ -159,12 +144,6 @@ fn part(context: &Context<'_>, all: &[Done]) -> Part {
         quantity((PUBLISHED_PAGES << 12) as f64, Unit::Bytes),
     );
     part
-}
-
-impl Done {
-    fn traced(&self) -> Traced {
-        Traced::new(self.case.title(), self.case.labels(), &self.topology, &self.run.report)
-    }
 }
 
 #[cfg(test)]

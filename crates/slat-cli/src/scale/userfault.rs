@@ -3,18 +3,17 @@
 //! It predicts the published rates of KVM, each row of the tables on x86. Then it predicts what was
 //! not published: the exits of slat, and 416 vCPUs.
 
-use std::fmt::Write;
-
 use slat_model::experiment::userfault::{self as model, Userfault, UserfaultRun};
 use slat_model::experiment::{Backing, Hypervisor};
 use slat_model::topology::Topology;
 
 use super::exits;
-use super::names::{error_of, hypervisor_name};
+use super::names::error_of;
 use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
-use crate::quantity::{NOTHING, Unit, quantity, times};
+use crate::options::{Named, ValueName};
+use crate::quantity::{Unit, or_nothing, quantity, times};
 use crate::results::{Figure, Labels, PublishedFigure, labels};
 use crate::table::{self, PUBLISHED};
 use crate::userfault::{Group, Mode, Uffds, VCPUS, X86};
@@ -102,12 +101,12 @@ impl Case {
             ("backing", self.group.backing.to_string().into()),
             ("uffds", self.group.uffds.name().into()),
             ("vcpus", self.nr_vcpus.into()),
-            ("hypervisor", hypervisor_name(self.hypervisor).into()),
+            ("hypervisor", self.hypervisor.name().into()),
         ])
     }
 
     fn title(&self) -> String {
-        let hypervisor = hypervisor_name(self.hypervisor);
+        let hypervisor = self.hypervisor.name();
         format!("{hypervisor}, {}, {}, {} vCPUs", group_title(self.group), self.mode, self.nr_vcpus)
     }
 
@@ -160,29 +159,24 @@ pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
 }
 
 fn part(context: &Context<'_>, all: &[Done]) -> Part {
-    let mut part = Part { runs: all.iter().map(Done::traced).collect(), ..Part::default() };
+    let traced = |done: &Done| Traced::new(done.case.title(), done.case.labels(), &done.topology, &done.run.report);
+    let mut part = Part { runs: all.iter().map(traced).collect(), ..Part::default() };
     X86.iter().for_each(|group| add_table(&mut part.text, group, all));
     add_unpublished(&mut part.text, all);
     let bytes = context.args.bytes;
     let pages = [VCPUS[0], NR_LARGE].map(|nr_vcpus| unpublished(nr_vcpus, Hypervisor::Slat).nr_pages(bytes));
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         part.text,
         "A rate is pages in a second, of each vCPU. Predicted: with {} pages for each vCPU, on the topology\n\
          {PUBLISHED_TOPOLOGY}; 416 vCPUs with {} pages for each, on {LARGE_TOPOLOGY}. Published: KVM Userfault, version 1, December\n\
          2024, 96 real CPUs, 16384 pages for each vCPU.",
-        pages[0], pages[1]
+        pages[0],
+        pages[1]
     );
     for done in all {
         let labels = done.case.labels();
         part.figures.push(Figure::new("page_rate", Unit::PerSecond, &labels, [done.run.pages_per_second]));
-        let figure = |rate| PublishedFigure {
-            name: "page_rate".to_owned(),
-            unit: Unit::PerSecond,
-            labels,
-            range: [rate; 2],
-            on: ON.to_owned(),
-        };
+        let figure = |rate| PublishedFigure::new("page_rate", Unit::PerSecond, &labels, [rate; 2], ON);
         part.published.extend(done.case.published().map(figure));
     }
     part
@@ -201,12 +195,11 @@ fn add_table(text: &mut String, group: &'static Group, all: &[Done]) {
             let case = Case { group, mode, nr_vcpus, hypervisor: Hypervisor::Kvm };
             let rate = find(all, &case);
             let error = rate.zip(case.published()).map(|(rate, published)| error_of(rate, published));
-            [rate_cell(rate), rate_cell(case.published()), error.unwrap_or_else(|| NOTHING.to_owned())]
+            [rate_cell(rate), rate_cell(case.published()), or_nothing(error)]
         });
         figures.add_row(std::iter::once(mode.to_string()).chain(cells));
     }
-    // A string takes all that is written.
-    let _ = writeln!(text, "{figures}\n");
+    add_line!(text, "{figures}\n");
 }
 
 /// Adds the table of exits, with and without the lock of KVM.
@@ -219,27 +212,20 @@ fn add_unpublished(text: &mut String, all: &[Done]) {
     let mut figures = table::figures([&title, "kvm", "slat", "slat vs kvm"].map(str::to_owned));
     for nr_vcpus in most {
         let [kvm, slat] = [Hypervisor::Kvm, Hypervisor::Slat].map(|one| find(all, &unpublished(nr_vcpus, one)));
-        let ratio = slat.zip(kvm).map_or_else(|| NOTHING.to_owned(), |(slat, kvm)| times(slat / kvm));
+        let ratio = or_nothing(slat.zip(kvm).map(|(slat, kvm)| times(slat / kvm)));
         let topology = unpublished(nr_vcpus, Hypervisor::Slat).topology();
         figures.add_row([format!("{nr_vcpus} vCPUs on {topology}"), rate_cell(kvm), rate_cell(slat), ratio]);
     }
-    // A string takes all that is written.
-    let _ = writeln!(text, "{figures}\n");
+    add_line!(text, "{figures}\n");
 }
 
 fn rate_cell(rate: Option<f64>) -> String {
-    rate.map_or_else(|| NOTHING.to_owned(), |rate| quantity(rate, Unit::PerSecond))
+    or_nothing(rate.map(|rate| quantity(rate, Unit::PerSecond)))
 }
 
 /// The rate of a case, if its run is done.
 fn find(all: &[Done], case: &Case) -> Option<f64> {
     all.iter().find(|done| done.case.is(case)).map(|done| done.run.pages_per_second)
-}
-
-impl Done {
-    fn traced(&self) -> Traced {
-        Traced::new(self.case.title(), self.case.labels(), &self.topology, &self.run.report)
-    }
 }
 
 #[cfg(test)]

@@ -4,12 +4,13 @@ use std::io::{self, Write};
 
 use serde_json::json;
 use slat::shadow::ShadowStrategy;
-use slat_machine::guest_os::KernelCounters;
+use slat_machine::guest_os::{Isolation, KernelCounters, Pcids};
 use slat_machine::linux::topology::HostDescription;
 
 use super::run::Run;
 use super::switch::{self, Switch};
-use super::{Column, ShadowArgs, Switched, build, model, strategy_name, vcpus};
+use super::{Column, ShadowArgs, build, model, vcpus};
+use crate::options::Named;
 use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Host, PerRun, Results, cell, labels, measured_on};
 use crate::statistics::Samples;
@@ -19,58 +20,33 @@ type Row = PerRun<Run>;
 
 /// The figures that do not depend on the cost of an exit.
 const ROWS: [Row; 22] = [
-    Row::new("engine_time", "Time in the engine, all vCPUs", Unit::Seconds, |run| Some(run.engine_s())),
-    Row::new("exits", "Exits", Unit::Count, |run| Some(run.cpus(|cpu| cpu.nr_exits()))).less(),
-    Row::new("cr3_loads", "CR3 loads", Unit::Count, |run| Some(run.count(|stats| stats.cr3_loads))),
-    Row::new("root_hits", "  root hits", Unit::Count, |run| Some(run.count(|stats| stats.root_hits))).more(),
-    Row::new("root_misses", "  root misses", Unit::Count, |run| Some(run.count(|stats| stats.root_misses))).less(),
-    Row::new("page_faults", "Page faults, all exits", Unit::Count, |run| Some(run.cpus(|cpu| cpu.nr_page_fault_exits)))
+    Row::time("engine_time", "Time in the engine, all vCPUs", |run| Some(run.engine_s())),
+    Row::count("exits", "Exits", |run| run.cpus(|cpu| cpu.nr_exits())).less(),
+    Row::count("cr3_loads", "CR3 loads", |run| run.count(|stats| stats.cr3_loads)),
+    Row::count("root_hits", "  root hits", |run| run.count(|stats| stats.root_hits)).more(),
+    Row::count("root_misses", "  root misses", |run| run.count(|stats| stats.root_misses)).less(),
+    Row::count("page_faults", "Page faults, all exits", |run| run.cpus(|cpu| cpu.nr_page_fault_exits)).less(),
+    Row::count("guest_page_faults", "  the guest's own", |run| run.count(|stats| stats.guest_page_faults)),
+    Row::count("emulated_writes", "  writes to its tables, emulated", |run| run.count(|stats| stats.emulated_writes))
         .less(),
-    Row::new("guest_page_faults", "  the guest's own", Unit::Count, |run| {
-        Some(run.count(|stats| stats.guest_page_faults))
-    }),
-    Row::new("emulated_writes", "  writes to its tables, emulated", Unit::Count, |run| {
-        Some(run.count(|stats| stats.emulated_writes))
-    })
-    .less(),
-    Row::new("interruptions", "More exits: flushes by other CPUs", Unit::Count, |run| {
-        Some(run.cpus(|cpu| cpu.nr_interruptions))
-    })
-    .less(),
-    Row::new("invalidations", "INVLPG, INVPCID", Unit::Count, |run| {
-        Some(run.cpus(|cpu| cpu.nr_invlpg_exits + cpu.nr_invpcid_exits))
-    }),
-    Row::new("tables_built", "Shadow pages built", Unit::Count, |run| {
-        Some(run.count(|stats| stats.shadow_pages_built))
-    })
-    .less(),
-    Row::new("tables_zapped", "Shadow pages zapped", Unit::Count, |run| {
-        Some(run.count(|stats| stats.shadow_pages_zapped))
-    })
-    .less(),
-    Row::new("tables_evicted", "  to make room", Unit::Count, |run| Some(run.count(|stats| stats.shadow_evictions)))
+    Row::count("interruptions", "More exits: flushes by other CPUs", |run| run.cpus(|cpu| cpu.nr_interruptions)).less(),
+    Row::count("invalidations", "INVLPG, INVPCID", |run| run.cpus(|cpu| cpu.nr_invlpg_exits + cpu.nr_invpcid_exits)),
+    Row::count("tables_built", "Shadow pages built", |run| run.count(|stats| stats.shadow_pages_built)).less(),
+    Row::count("tables_zapped", "Shadow pages zapped", |run| run.count(|stats| stats.shadow_pages_zapped)).less(),
+    Row::count("tables_evicted", "  to make room", |run| run.count(|stats| stats.shadow_evictions)).less(),
+    Row::count("entries_synced", "Shadow PTEs synchronized", |run| run.count(|stats| stats.entries_synced)).less(),
+    Row::count("tables_synced", "Shadow pages synchronized as a whole", |run| run.count(|stats| stats.shadow_syncs))
         .less(),
-    Row::new("entries_synced", "Shadow PTEs synchronized", Unit::Count, |run| {
-        Some(run.count(|stats| stats.entries_synced))
+    Row::count("tables_unsynced", "Shadow pages made unsync", |run| run.count(|stats| stats.unsyncs)),
+    Row::count("tlb_flushes", "TLB flushes, except of single pages", |run| {
+        Some(run.count(|stats| stats.flushes)? + run.cpus(|cpu| cpu.nr_context_flushes + cpu.nr_all_flushes)?)
     })
     .less(),
-    Row::new("tables_synced", "Shadow pages synchronized as a whole", Unit::Count, |run| {
-        Some(run.count(|stats| stats.shadow_syncs))
-    })
-    .less(),
-    Row::new("tables_unsynced", "Shadow pages made unsync", Unit::Count, |run| Some(run.count(|stats| stats.unsyncs))),
-    Row::new("tlb_flushes", "TLB flushes, except of single pages", Unit::Count, |run| {
-        Some(run.count(|stats| stats.flushes) + run.cpus(|cpu| cpu.nr_context_flushes + cpu.nr_all_flushes))
-    })
-    .less(),
-    Row::new("remote_flushes", "  of all CPUs", Unit::Count, |run| Some(run.count(|stats| stats.flushes))).less(),
-    Row::new("page_flushes", "TLB flushes of single pages", Unit::Count, |run| {
-        Some(run.cpus(|cpu| cpu.nr_page_flushes))
-    })
-    .less(),
-    Row::new("tlb_misses", "TLB misses", Unit::Count, |run| Some(run.cpus(|cpu| cpu.nr_tlb_misses))).less(),
-    Row::new("table_pages", "Shadow pages in use at the end", Unit::Count, |run| Some(run.nr_tables as f64)).less(),
-    Row::new("table_pages_peak", "Shadow pages in use at most", Unit::Count, |run| Some(run.tables_peak as f64)).less(),
+    Row::count("remote_flushes", "  of all CPUs", |run| run.count(|stats| stats.flushes)).less(),
+    Row::count("page_flushes", "TLB flushes of single pages", |run| run.cpus(|cpu| cpu.nr_page_flushes)).less(),
+    Row::count("tlb_misses", "TLB misses", |run| run.cpus(|cpu| cpu.nr_tlb_misses)).less(),
+    Row::count("table_pages", "Shadow pages in use at the end", |run| Some(run.nr_tables as f64)).less(),
+    Row::count("table_pages_peak", "Shadow pages in use at most", |run| Some(run.tables_peak as f64)).less(),
 ];
 
 /// The exit costs for which guest times are reported: a factor, and the suffixes of their figures
@@ -163,7 +139,7 @@ fn print_rates(out: &mut impl Write, columns: &[&Column]) -> io::Result<()> {
 
 fn print_columns(out: &mut impl Write, args: &ShadowArgs, columns: &[&Column]) -> io::Result<()> {
     let title = |nr_vcpus| format!("{}, {MEDIAN} of {} runs", vcpus(nr_vcpus), args.runs);
-    let names = columns.iter().map(|column| strategy_name(column.strategy).to_owned());
+    let names = columns.iter().map(|column| column.strategy.name().to_owned());
     let first = columns.iter().take(1).map(|column| title(column.nr_vcpus));
     let mut figures = table::figures(first.chain(names));
     let mut add = |title: &str, show: &dyn Fn(&Column) -> String| {
@@ -180,21 +156,21 @@ fn print_columns(out: &mut impl Write, args: &ShadowArgs, columns: &[&Column]) -
     figures.add_per_run(&ROWS, &runs);
     writeln!(out, "{figures}")?;
     let published = columns.first().and_then(|column| model::published(column.nr_vcpus));
-    if let (Some(gain), Some(_), Switched::On) = (published, baseline(columns), args.isolation) {
+    if let (Some(gain), Some(_), Isolation::On) = (published, baseline(columns), args.isolation) {
         writeln!(out, "Published for the series of 2018, a kernel compiled with isolation on: {gain} times as fast.")?;
     }
     writeln!(out)
 }
 
 fn print_switches(out: &mut impl Write, args: &ShadowArgs, switches: &[Switch]) -> io::Result<()> {
-    let title = match args.pcid.name() {
-        "on" => "CR3 load with bit 63, and entry, by batch",
-        _ => "CR3 load, which flushes, and entry, by batch",
+    let title = match args.pcid {
+        Pcids::On => "CR3 load with bit 63, and entry, by batch",
+        Pcids::Off => "CR3 load, which flushes, and entry, by batch",
     };
     let mut figures = table::figures([title, "roots", MEDIAN, "p99"].map(str::to_owned));
     for switch in switches {
         let cells = [
-            strategy_name(switch.strategy).to_owned(),
+            switch.strategy.name().to_owned(),
             switch.nr_roots.to_string(),
             cell(&switch.times, Unit::Seconds),
             quantity(switch.times.quantile(0.99), Unit::Seconds),
@@ -231,9 +207,9 @@ fn print_notes(out: &mut impl Write, args: &ShadowArgs, columns: &[&Column]) -> 
 
 /// The object of `--json`.
 pub(super) fn results(args: &ShadowArgs, columns: &[&Column], switches: &[Switch]) -> Results {
-    let labels = |strategy, nr_vcpus: u16| {
+    let labels = |strategy: ShadowStrategy, nr_vcpus: u16| {
         labels([
-            ("strategy", strategy_name(strategy).into()),
+            ("strategy", strategy.name().into()),
             ("vcpus", nr_vcpus.into()),
             ("isolation", args.isolation.name().into()),
             ("pcid", args.pcid.name().into()),

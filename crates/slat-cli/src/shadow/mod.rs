@@ -22,16 +22,16 @@ mod timed;
 
 use std::time::Duration;
 
+use clap::Args;
 use clap::builder::RangedI64ValueParser;
-use clap::{Args, ValueEnum};
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use slat::shadow::{ShadowPaging, ShadowStrategy};
 use slat_machine::guest_os::{Isolation, Pcids, WorkloadMix};
 
-use crate::failure::Failure;
-use crate::options::{OutputArgs, RUNS, SEED, delay, positive};
+use crate::failure::{Failure, ensure};
+use crate::options::{Named, OneOrAll, OutputArgs, RUNS, SEED, delay, named, one_or_all, positive};
 use crate::results::Outcome;
 use crate::session::Session;
 use crate::turns;
@@ -58,23 +58,23 @@ pub(crate) struct ShadowArgs {
     #[arg(long, value_name = "N", default_value_t = 1500, value_parser = positive::<u64>)]
     steps: u64,
     /// What a load of CR3 does to shadow tables
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t = StrategyArg::All)]
-    strategy: StrategyArg,
+    #[arg(long, value_name = "WHAT", default_value = "all", value_parser = one_or_all::<ShadowStrategy>(Some("all")))]
+    strategy: OneOrAll<ShadowStrategy>,
     /// Whether the guest's kernel has page tables of its own
     ///
     /// With page-table isolation CR3 is loaded at each entry to the kernel and each exit.
-    #[arg(long, value_name = "ON", value_enum, default_value_t = Switched::On)]
-    isolation: Switched,
+    #[arg(long, value_name = "ON", default_value = "on", value_parser = named::<Isolation>())]
+    isolation: Isolation,
     /// Whether the guest has PCIDs
     ///
     /// Without, each load of CR3 flushes.
-    #[arg(long, value_name = "ON", value_enum, default_value_t = Switched::On)]
-    pcid: Switched,
+    #[arg(long, value_name = "ON", default_value = "on", value_parser = named::<Pcids>())]
+    pcid: Pcids,
     /// Whether the host has PCIDs
     ///
     /// Without, its CPUs flush all at each change of the root.
-    #[arg(long, value_name = "ON", value_enum, default_value_t = Switched::On)]
-    host_pcid: Switched,
+    #[arg(long, value_name = "ON", default_value = "on", value_parser = named::<Pcids>())]
+    host_pcid: Pcids,
     /// Previous roots that a vCPU caches, besides the current one
     #[arg(
         long,
@@ -113,20 +113,6 @@ impl ShadowArgs {
         (self.exit_cost.as_secs_f64() * 1e9).round()
     }
 
-    fn isolation(&self) -> Isolation {
-        match self.isolation {
-            Switched::On => Isolation::On,
-            Switched::Off => Isolation::Off,
-        }
-    }
-
-    fn pcids(&self) -> Pcids {
-        match self.pcid {
-            Switched::On => Pcids::On,
-            Switched::Off => Pcids::Off,
-        }
-    }
-
     fn shadow_paging(&self, strategy: ShadowStrategy) -> ShadowPaging {
         ShadowPaging { strategy, previous_roots: self.previous_roots, max_pages: self.max_pages }
     }
@@ -147,57 +133,27 @@ fn nr_vcpus(text: &str) -> Result<u16, String> {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum Switched {
-    On,
-    Off,
+impl Named for Isolation {
+    const NAMES: &'static [(Isolation, &'static str)] = &[(Isolation::On, "on"), (Isolation::Off, "off")];
 }
 
-impl Switched {
-    /// The name in options and results.
-    fn name(self) -> &'static str {
-        match self {
-            Switched::On => "on",
-            Switched::Off => "off",
-        }
-    }
+impl Named for Pcids {
+    const NAMES: &'static [(Pcids, &'static str)] = &[(Pcids::On, "on"), (Pcids::Off, "off")];
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum StrategyArg {
-    /// KVM until 2018: under one lock, each load finds its root anew, synchronizes it, and flushes.
-    Baseline,
-    /// Each vCPU caches its last roots; tables serve all PCIDs.
-    RootCache,
-    /// As root-cache, with a root for each PCID, by which INVPCID finds it.
-    RootsByPcid,
-    /// As root-cache, with tables for each PCID, and deferred flushes of other PCIDs.
-    PcidTagged,
-    All,
-}
-
-impl StrategyArg {
-    /// The strategies to run, in the order of the table's columns.
-    fn strategies(self) -> &'static [ShadowStrategy] {
-        use ShadowStrategy::{Baseline, PcidTagged, RootCache, RootsByPcid};
-        match self {
-            StrategyArg::Baseline => &[Baseline],
-            StrategyArg::RootCache => &[RootCache],
-            StrategyArg::RootsByPcid => &[RootsByPcid],
-            StrategyArg::PcidTagged => &[PcidTagged],
-            StrategyArg::All => &[Baseline, RootCache, RootsByPcid, PcidTagged],
-        }
-    }
-}
-
-/// The name of a strategy in options and results.
-fn strategy_name(strategy: ShadowStrategy) -> &'static str {
-    match strategy {
-        ShadowStrategy::Baseline => "baseline",
-        ShadowStrategy::RootCache => "root-cache",
-        ShadowStrategy::RootsByPcid => "roots-by-pcid",
-        ShadowStrategy::PcidTagged => "pcid-tagged",
-    }
+impl Named for ShadowStrategy {
+    const NAMES: &'static [(ShadowStrategy, &'static str)] = &[
+        (ShadowStrategy::Baseline, "baseline"),
+        (ShadowStrategy::RootCache, "root-cache"),
+        (ShadowStrategy::RootsByPcid, "roots-by-pcid"),
+        (ShadowStrategy::PcidTagged, "pcid-tagged"),
+    ];
+    const HELP: &'static [&'static str] = &[
+        "KVM until 2018: under one lock, each load finds its root anew, synchronizes it, and flushes",
+        "Each vCPU caches its last roots; tables serve all PCIDs",
+        "As root-cache, with a root for each PCID, by which INVPCID finds it",
+        "As root-cache, with tables for each PCID, and deferred flushes of other PCIDs",
+    ];
 }
 
 /// A number of vCPUs in words.
@@ -215,12 +171,12 @@ struct Column {
 /// Runs the experiment.
 pub(crate) fn run(args: &ShadowArgs, session: &Session) -> Result<Outcome, Failure> {
     let most_vcpus = args.vcpus.iter().copied().max().unwrap_or(1);
-    if args.steps < u64::from(most_vcpus) {
-        return Err(Failure::Usage(format!(
-            "{} steps for {most_vcpus} vCPUs; choose more steps, or fewer vCPUs",
-            args.steps
-        )));
-    }
+    ensure!(
+        args.steps >= u64::from(most_vcpus),
+        Usage,
+        "{} steps for {most_vcpus} vCPUs; choose more steps, or fewer vCPUs",
+        args.steps
+    );
     let clock_ns = timed::clock_ns();
     let mut rng = SmallRng::seed_from_u64(args.seed);
     let mut columns: Vec<Column> = Vec::new();
@@ -229,7 +185,7 @@ pub(crate) fn run(args: &ShadowArgs, session: &Session) -> Result<Outcome, Failu
         let results = figures::results(args, &columns, switches);
         Outcome::new(results, |out| figures::print(out, args, &columns, switches))
     };
-    let strategies = args.strategy.strategies();
+    let strategies = &args.strategy.values;
     let nr_runs = args.vcpus.len() as u64 * turns::nr_runs(args.runs, strategies.len());
     let progress = session.progress(nr_runs + 1);
     for &nr_vcpus in &args.vcpus {
@@ -247,7 +203,7 @@ pub(crate) fn run(args: &ShadowArgs, session: &Session) -> Result<Outcome, Failu
             order.shuffle(&mut rng);
             for index in order {
                 let column = &mut columns[index];
-                progress.begin(format!("{}, {}", vcpus(nr_vcpus), strategy_name(column.strategy)));
+                progress.begin(format!("{}, {}", vcpus(nr_vcpus), column.strategy.name()));
                 column.runs.push(run::run(args, column.strategy, nr_vcpus, seed, clock_ns, session)?);
                 progress.step();
                 session.so_far(outcome(&columns, &[])?);

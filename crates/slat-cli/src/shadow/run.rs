@@ -8,7 +8,7 @@ use slat::format::Npt;
 use slat::shadow::ShadowStrategy;
 use slat::stats::Stats;
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
-use slat_machine::guest_os::{self, Kernel, KernelCpu, KernelError, WorkloadMix};
+use slat_machine::guest_os::{self, Kernel, KernelCpu, KernelError, Pcids, WorkloadMix};
 use slat_machine::hardware::commit::{FlushDomain, FlushMethod, Port};
 use slat_machine::hardware::cpu::CpuError;
 use slat_machine::hardware::shadow_cpu::{ShadowCpu, ShadowCpuCounters};
@@ -18,9 +18,9 @@ use slat_machine::memory::{Backing, BackingKind};
 use slat_machine::vm::host::{BackingSlice, MachineHost};
 use slat_machine::vm::machine::MachineError;
 
+use super::ShadowArgs;
 use super::model::Parts;
 use super::timed::Timed;
-use super::{ShadowArgs, Switched};
 use crate::failure::{Failure, check_failed, no_thread};
 use crate::session::Session;
 
@@ -88,14 +88,14 @@ pub(super) struct Run {
 }
 
 impl Run {
-    /// A count of the engine during the run.
-    pub(super) fn count(&self, of: impl Fn(&Stats) -> u64) -> f64 {
-        (of(&self.after) - of(&self.before)) as f64
+    /// A count of the engine during the run, as a row has it.
+    pub(super) fn count(&self, of: impl Fn(&Stats) -> u64) -> Option<f64> {
+        Some((of(&self.after) - of(&self.before)) as f64)
     }
 
-    /// A sum over the CPUs' counters.
-    pub(super) fn cpus(&self, of: impl Fn(&ShadowCpuCounters) -> u64) -> f64 {
-        self.vcpus.iter().map(|vcpu| of(&vcpu.cpu)).sum::<u64>() as f64
+    /// A sum over the CPUs' counters, as a row has it.
+    pub(super) fn cpus(&self, of: impl Fn(&ShadowCpuCounters) -> u64) -> Option<f64> {
+        Some(self.vcpus.iter().map(|vcpu| of(&vcpu.cpu)).sum::<u64>() as f64)
     }
 
     /// A sum over the guest kernel's counters.
@@ -125,8 +125,8 @@ pub(super) fn run(
 ) -> Result<Run, Failure> {
     let config = guest_os::KernelConfig {
         nr_vcpus,
-        isolation: args.isolation(),
-        pcids: args.pcids(),
+        isolation: args.isolation,
+        pcids: args.pcid,
         processes_per_vcpu: args.processes,
     };
     let kernel = Kernel::new(config).map_err(|error| Failure::Usage(error.to_string()))?;
@@ -141,8 +141,8 @@ pub(super) fn run(
     let cpus = on_threads(fresh, |(vcpu, engine)| {
         let cpu = ShadowCpu::new(Timed::new(engine), machine.port(), 1, Geometry::default());
         let cpu = match args.host_pcid {
-            Switched::On => cpu,
-            Switched::Off => cpu.without_pcids(),
+            Pcids::On => cpu,
+            Pcids::Off => cpu.without_pcids(),
         };
         let mut cpu = KernelCpu::start(Arc::clone(&kernel), vcpu, cpu).map_err(|error| failed(vcpu, &error))?;
         // Half of the maximum of processes, so that forks and exits can change the number both

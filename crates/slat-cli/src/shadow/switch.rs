@@ -17,9 +17,10 @@ use slat_machine::linux::clock::timestamp_ns;
 use slat_machine::memory::Backing;
 use slat_machine::vm::host::MachineHost;
 
+use super::ShadowArgs;
 use super::run::ShadowMachine;
-use super::{ShadowArgs, strategy_name};
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, ensure};
+use crate::options::Named;
 use crate::statistics::Samples;
 
 /// Roots that page-table isolation switches between.
@@ -75,7 +76,7 @@ pub(super) fn measure(args: &ShadowArgs) -> Result<Vec<Switch>, Failure> {
     nrs_of_roots.dedup();
     let mut switches = Vec::new();
     let mut benches = Vec::new();
-    for &strategy in args.strategy.strategies() {
+    for &strategy in &args.strategy.values {
         for &nr_roots in &nrs_of_roots {
             benches.push(Bench::new(args, strategy, nr_roots)?);
             switches.push(Switch { strategy, nr_roots, times: Samples::default() });
@@ -90,15 +91,15 @@ pub(super) fn measure(args: &ShadowArgs) -> Result<Vec<Switch>, Failure> {
     for ((bench, switch), before) in benches.iter().zip(&switches).zip(before) {
         let nr_hits = bench.machine.vm.stats().root_hits - before;
         let must_hit =
-            args.pcids() == Pcids::On && switch.strategy != ShadowStrategy::Baseline && switch.nr_roots <= remembered;
-        if must_hit && nr_hits != (NR_BATCHES * BATCH) as u64 {
-            return Err(check_failed(format_args!(
-                "{}: {nr_hits} of {} loads among {} roots found a cached root",
-                strategy_name(switch.strategy),
-                NR_BATCHES * BATCH,
-                switch.nr_roots
-            )));
-        }
+            args.pcid == Pcids::On && switch.strategy != ShadowStrategy::Baseline && switch.nr_roots <= remembered;
+        ensure!(
+            !must_hit || nr_hits == (NR_BATCHES * BATCH) as u64,
+            Check,
+            "{}: {nr_hits} of {} loads among {} roots found a cached root",
+            switch.strategy.name(),
+            NR_BATCHES * BATCH,
+            switch.nr_roots
+        );
     }
     Ok(switches)
 }
@@ -108,7 +109,7 @@ impl Bench {
         let bytes = ROOT_BYTES * (nr_roots as u64 + 1);
         let machine = ShadowMachine::new(args, strategy, bytes.next_multiple_of(1 << 21))?;
         let mut vcpu = machine.vm.create_vcpu()?;
-        let (pcide, keep) = match args.pcids() {
+        let (pcide, keep) = match args.pcid {
             Pcids::On => (CR4_PCIDE, CR3_KEEP),
             Pcids::Off => (0, 0),
         };
@@ -141,9 +142,7 @@ impl Bench {
             self.vcpu.entry()?;
         }
         let elapsed_ns = timestamp_ns() - begin;
-        if nr_resumed != BATCH {
-            return Err(check_failed(format_args!("{} of {BATCH} loads of CR3 faulted", BATCH - nr_resumed)));
-        }
+        ensure!(nr_resumed == BATCH, Check, "{} of {BATCH} loads of CR3 faulted", BATCH - nr_resumed);
         Ok(elapsed_ns as f64 / BATCH as f64 / 1e9)
     }
 }

@@ -7,7 +7,8 @@ use slat_machine::linux::topology::HostDescription;
 
 use super::tally::{FIGURES, Part};
 use super::{StressArgs, Summary, Turns, combinations};
-use crate::options::{FormatArg, LockArg, TrackingArg, locking_name, tracking_name};
+use crate::live::lock;
+use crate::options::FormatArg;
 use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Host, Labels, Results};
 use crate::table;
@@ -20,7 +21,7 @@ fn nr_combinations(args: &StressArgs, turns: &Turns) -> usize {
 /// Prints the table.
 pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) -> io::Result<()> {
     let host = HostDescription::read();
-    let turns = summary.turns();
+    let turns = lock(&summary.turns);
     writeln!(
         out,
         "Stress of {} vCPUs on {} CPUs for {:.1} s, seed {}: {} turns, {} combinations of lock, format and tracking.",
@@ -51,7 +52,7 @@ pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) 
 
 /// The object of `--json`.
 pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
-    let turns = summary.turns();
+    let turns = lock(&summary.turns);
     let figure = |name: &str, value: f64, unit| Figure::new(name, unit, &Labels::new(), [value]).with_better(None);
     let count = |name, count: u64| figure(name, count as f64, Unit::Count);
     let mut results: Vec<Figure> =
@@ -63,9 +64,9 @@ pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
         "seconds": args.duration.as_secs_f64(),
         "vcpus": args.vcpus,
         "seed": args.seed,
-        "lock": if args.lock == LockArg::All { "all" } else { locking_name(args.lock.lockings()[0]) },
+        "lock": args.lock.name,
         "format": args.format.map_or("all", FormatArg::name),
-        "tracking": if args.access_tracking == TrackingArg::Both { "both" } else { tracking_name(args.access_tracking.trackings()[0]) },
+        "tracking": args.access_tracking.name,
     });
     Results::new("stress", config, Host::read(turns.flush_method), results)
 }

@@ -6,7 +6,7 @@
 //! exact. A page that differs then was written and never reported. The only other reason is a
 //! discard after the copy, which leaves zeros.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use slat::dirty::ManualProtect;
 use slat::{Gfn, MemoryRegion, MemoryRegionFlags};
@@ -15,7 +15,8 @@ use slat_machine::memory::Pages;
 use slat_machine::vm::machine::{Machine, Slot};
 
 use super::tally::{Figure, Tally};
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, ensure};
+use crate::live::lock;
 
 /// A page as it was copied.
 #[derive(Clone, Copy, Default)]
@@ -44,12 +45,12 @@ impl Migration {
         let nr_got = machine.vm().get_dirty_log(slot.id, &mut self.bitmap)?;
         if self.manual_protect != ManualProtect::Disabled {
             let nr_cleared = machine.vm().clear_dirty_log(slot.id, 0, slot.nr_pages, &self.bitmap)?;
-            if nr_cleared != nr_got {
-                return Err(check_failed(format_args!(
-                    "dirty log of slot {}: {nr_got} pages got, {nr_cleared} of them cleared",
-                    slot.id
-                )));
-            }
+            ensure!(
+                nr_cleared == nr_got,
+                Check,
+                "dirty log of slot {}: {nr_got} pages got, {nr_cleared} of them cleared",
+                slot.id
+            );
         }
         tally.add(Figure::Harvests, 1);
         for page in 0..slot.nr_pages {
@@ -74,13 +75,9 @@ impl Log {
         Log { slot, manual_protect, migration: Mutex::new(None) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Migration>> {
-        self.migration.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Turns logging on if it is off, and off if it is on.
     pub(super) fn toggle<F: HardwareFormat>(&self, machine: &Machine<F>, tally: &Tally) -> Result<(), Failure> {
-        let mut migration = self.lock();
+        let mut migration = lock(&self.migration);
         let enable = migration.is_none();
         machine.vm().set_user_memory_region(MemoryRegion {
             slot: self.slot.id,
@@ -107,13 +104,13 @@ impl Log {
 
     /// Harvests the log, if there is one, while guests run.
     pub(super) fn harvest<F: HardwareFormat>(&self, machine: &Machine<F>, tally: &Tally) -> Result<(), Failure> {
-        self.lock().as_mut().map_or(Ok(()), |migration| migration.harvest(machine, self.slot, tally))
+        lock(&self.migration).as_mut().map_or(Ok(()), |migration| migration.harvest(machine, self.slot, tally))
     }
 
     /// Harvests the log, if there is one, and compares the copy with memory. No guest runs; hosts
     /// may change memory.
     pub(super) fn check_stopped<F: HardwareFormat>(&self, machine: &Machine<F>, tally: &Tally) -> Result<(), Failure> {
-        let mut migration = self.lock();
+        let mut migration = lock(&self.migration);
         let Some(migration) = &mut *migration else { return Ok(()) };
         migration.harvest(machine, self.slot, tally)?;
         let pages = machine.pages()?;
@@ -121,12 +118,13 @@ impl Log {
             let found = pages.peek(page).unwrap_or_default();
             // The discard counts before it begins, so this later look observes it.
             let discarded = pages.discards(page).begun != copied.nr_discards_done;
-            if found != copied.value && !(found == 0 && discarded) {
-                return Err(check_failed(format_args!(
-                    "dirty log of slot {}: page {page:#x} holds {found:#x}, its copy {:#x}: written and never reported",
-                    self.slot.id, copied.value
-                )));
-            }
+            ensure!(
+                found == copied.value || found == 0 && discarded,
+                Check,
+                "dirty log of slot {}: page {page:#x} holds {found:#x}, its copy {:#x}: written and never reported",
+                self.slot.id,
+                copied.value
+            );
         }
         tally.add(Figure::Migrated, self.slot.nr_pages);
         Ok(())

@@ -20,7 +20,7 @@ mod turn;
 mod watch;
 
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -35,10 +35,10 @@ use slat_machine::hardware::cpu::Paging;
 use slat_machine::hardware::walk::Marks;
 
 use crate::failure::{Failure, check_failed, no_thread};
+use crate::live::lock;
 use crate::options::{
-    ACCESS_TRACKING, DURATION, FormatArg, LOCK, LockArg, OutputArgs, SEED, SplitWhen, TrackingArg, VCPUS,
-    dirty_tracking_name, duration, locking_name, manual_protect_name, positive, protection_name, tracking_name,
-    with_format,
+    ACCESS_TRACKING, DURATION, FormatArg, LOCK, Named, OneOrAll, OutputArgs, SEED, SplitWhen, VCPUS, ValueName,
+    duration, one_or_all, positive, protection_name, with_format,
 };
 use crate::results::Outcome;
 use crate::session::Session;
@@ -53,15 +53,15 @@ pub(crate) struct StressArgs {
     vcpus: usize,
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = duration, help = DURATION)]
     duration: Duration,
-    #[arg(long, value_name = "HOW", value_enum, default_value_t = TrackingArg::Both, help = ACCESS_TRACKING)]
-    access_tracking: TrackingArg,
+    #[arg(long, value_name = "HOW", default_value = "both", value_parser = one_or_all::<AccessTracking>(Some("both")), help = ACCESS_TRACKING)]
+    access_tracking: OneOrAll<AccessTracking>,
     /// Print more
     ///
     /// The plan of each turn. The seed determines it.
     #[arg(long)]
     verbose: bool,
-    #[arg(long, value_name = "LOCK", value_enum, default_value_t = LockArg::All, help = LOCK)]
-    lock: LockArg,
+    #[arg(long, value_name = "LOCK", default_value = "all", value_parser = one_or_all::<Locking>(Some("all")), help = LOCK)]
+    lock: OneOrAll<Locking>,
     /// Format of the second-stage tables
     ///
     /// By default all, alternating by turn.
@@ -119,11 +119,11 @@ impl Plan {
             "turn {}: {}, lock {}, tracking {}, dirty pages {}{}, manual protect {}, splits {}, {}, {} vCPUs of {} pages, {} slots{}",
             self.number,
             self.format.name(),
-            locking_name(self.locking),
-            tracking_name(self.tracking),
-            dirty_tracking_name(self.dirty_tracking),
+            self.locking.name(),
+            self.tracking.name(),
+            self.dirty_tracking.name(),
             protection_name(self.dirty_tracking).map(|name| format!(" ({name})")).unwrap_or_default(),
-            manual_protect_name(self.manual_protect),
+            self.manual_protect.name(),
             self.splitting.name(),
             if self.paging == Paging::Off { "flat" } else { "2d" },
             self.nr_vcpus,
@@ -151,12 +151,6 @@ struct Turns {
 impl Default for Summary {
     fn default() -> Summary {
         Summary { begin: Instant::now(), tally: Arc::default(), turns: Mutex::default() }
-    }
-}
-
-impl Summary {
-    fn turns(&self) -> MutexGuard<'_, Turns> {
-        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -191,11 +185,10 @@ pub(crate) fn run(args: &StressArgs, session: &Session) -> Result<Outcome, Failu
 /// All combinations, chosen or alternating.
 fn combinations(args: &StressArgs) -> Vec<(Locking, FormatArg, AccessTracking)> {
     let formats = args.format.map_or(FormatArg::value_variants().to_vec(), |format| vec![format]);
-    let trackings = args.access_tracking.trackings();
     let mut combinations = Vec::new();
-    for &tracking in trackings {
+    for &tracking in &args.access_tracking.values {
         for &format in &formats {
-            combinations.extend(args.lock.lockings().iter().map(|&locking| (locking, format, tracking)));
+            combinations.extend(args.lock.values.iter().map(|&locking| (locking, format, tracking)));
         }
     }
     combinations
@@ -244,7 +237,7 @@ fn all_turns(args: &StressArgs, watch: &Watch, summary: &Summary, session: &Sess
         let end = deadline.min(Instant::now() + turn);
         let result = with_format!(format, F => turn::run::<F>(&plan, end, &summary.tally, watch, session));
         let flush_method = result.map_err(|failure| in_turn(failure, &plan))?;
-        let mut turns = summary.turns();
+        let mut turns = lock(&summary.turns);
         turns.flush_method = Some(flush_method);
         turns.plans.push(plan.describe());
     }

@@ -19,7 +19,7 @@ use self::memslots::Visitors;
 use super::tally::Figure;
 use super::turn::World;
 use super::watch::Beat;
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, ensure};
 
 /// Snapshots that one thread holds at most.
 const MAX_SNAPSHOTS: usize = 8;
@@ -186,9 +186,7 @@ fn age<F: HardwareFormat>(world: &World<F>, rng: &mut SmallRng) -> Result<(), Fa
             let range = machine.gfns(some_pages(machine, rng, most));
             let vm = machine.vm();
             let nr_used = if which < 5 { vm.age_range(range)? } else { vm.test_age_range(range)? };
-            if nr_used > range.nr_pages() {
-                return Err(check_failed(format_args!("{nr_used} pages of {} used", range.nr_pages())));
-            }
+            ensure!(nr_used <= range.nr_pages(), Check, "{nr_used} pages of {} used", range.nr_pages());
             tally.add(Figure::Agings, 1);
         }
         _ => {

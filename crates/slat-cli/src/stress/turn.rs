@@ -29,7 +29,7 @@ use super::logs::Log;
 use super::operators::{self, Calls, Operator};
 use super::tally::{Figure, Tally};
 use super::watch::{Beat, Counter, Watch, counter_of};
-use crate::failure::{Failure, check_failed, no_thread};
+use crate::failure::{Failure, check_failed, ensure, no_thread};
 use crate::session::Session;
 
 /// Time between two rounds of the guests: writes of one round have the same value.
@@ -223,9 +223,12 @@ fn conclude<F: HardwareFormat>(world: &World<F>, round: u64, main: &Beat) -> Res
         return Err(check_failed(format_args!("frames that belong to no page: {frame_use:?}")));
     }
     machine.discard(0..machine.nr_pages())?;
-    if pages.frame_use() != FrameUse::default() {
-        return Err(check_failed(format_args!("frames of pages that were discarded: {:?}", pages.frame_use())));
-    }
+    ensure!(
+        pages.frame_use() == FrameUse::default(),
+        Check,
+        "frames of pages that were discarded: {:?}",
+        pages.frame_use()
+    );
     pages.check_free_frames().map_err(check_failed)?;
     tally.add(Figure::FrameUses, 1);
 

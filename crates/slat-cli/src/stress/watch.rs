@@ -3,8 +3,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+use crate::live::lock;
 
 /// A thread that has not advanced its counter for so long is stuck, however few CPUs there are.
 const STUCK_AFTER: Duration = Duration::from_secs(60);
@@ -45,13 +47,13 @@ pub(super) struct Watch(Mutex<State>);
 impl Watch {
     /// Watches these threads from now on, and no others.
     pub(super) fn set(&self, counters: Vec<(String, Counter)>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = State { counters, seen: HashMap::new() };
+        *lock(&self.0) = State { counters, seen: HashMap::new() };
     }
 
     /// Checks all counters at the time `now`. The error names the thread that has been stuck for
     /// longest.
     pub(super) fn look(&self, now: Instant) -> Result<(), String> {
-        let State { counters, seen } = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let State { counters, seen } = &mut *lock(&self.0);
         // A thread that waits for a stuck one is stuck later, or later in the list.
         let mut stuck: Option<(&str, Instant)> = None;
         for (name, counter) in counters {

@@ -2,61 +2,42 @@
 
 use std::fmt;
 
+use clap::ValueEnum;
 use slat_machine::vm::demand_paging::PagedBacking;
 
+use crate::options::ValueName;
 use crate::results::{Labels, labels};
 
 /// How a missing page is noticed and brought. The names are those of results.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, ValueEnum)]
 pub(crate) enum Mode {
     /// No userfault: the host has the page.
     None,
     /// userfaultfd, for missing pages, which are copied.
     Missing,
     /// The same with one reader on one descriptor.
+    #[value(name = "missing-1r")]
     MissingOneReader,
     /// `Missing` for other threads than vCPUs, and userfault exits for vCPUs.
+    #[value(name = "missing+uf")]
     MissingAndExits,
     /// userfaultfd, for pages that are there and not mapped.
     Minor,
     /// The same with one reader on one descriptor.
+    #[value(name = "minor-1r")]
     MinorOneReader,
     /// `Minor` for other threads than vCPUs, and userfault exits for vCPUs.
+    #[value(name = "minor+uf")]
     MinorAndExits,
     /// Userfault exits.
+    #[value(name = "uf")]
     Exits,
     /// Userfault requests through rings, which a resolver in another thread or process answers.
+    #[value(name = "uf-ring")]
     Ring,
 }
 
 impl Mode {
-    pub(crate) const ALL: [Mode; 9] = [
-        Mode::None,
-        Mode::Missing,
-        Mode::MissingOneReader,
-        Mode::MissingAndExits,
-        Mode::Minor,
-        Mode::MinorOneReader,
-        Mode::MinorAndExits,
-        Mode::Exits,
-        Mode::Ring,
-    ];
-
-    /// The name in options and results.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Mode::None => "none",
-            Mode::Missing => "missing",
-            Mode::MissingOneReader => "missing-1r",
-            Mode::MissingAndExits => "missing+uf",
-            Mode::Minor => "minor",
-            Mode::MinorOneReader => "minor-1r",
-            Mode::MinorAndExits => "minor+uf",
-            Mode::Exits => "uf",
-            Mode::Ring => "uf-ring",
-        }
-    }
-
     /// Whether vCPUs wait only for userfaultfd.
     pub(crate) fn is_userfaultfd_alone(self) -> bool {
         matches!(self, Mode::Missing | Mode::MissingOneReader | Mode::Minor | Mode::MinorOneReader)
@@ -70,12 +51,12 @@ impl Mode {
 
 impl fmt::Display for Mode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+        f.pad(&self.name())
     }
 }
 
 /// How many userfaultfd descriptors there are.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum Uffds {
     /// One for all memory.
     One,
@@ -84,14 +65,6 @@ pub(crate) enum Uffds {
 }
 
 impl Uffds {
-    /// The name in results.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Uffds::One => "one",
-            Uffds::PerVcpu => "per-vcpu",
-        }
-    }
-
     /// In words.
     pub(crate) fn describe(self) -> &'static str {
         match self {

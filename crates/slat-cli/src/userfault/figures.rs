@@ -9,7 +9,8 @@ use super::case::{Case, Mode};
 use super::options::{DeliveryArg, UserfaultArgs};
 use super::published::{self, Group};
 use super::run::{Measured, Run};
-use crate::quantity::{NOTHING, Unit, quantity};
+use crate::options::ValueName;
+use crate::quantity::{Unit, or_nothing, quantity};
 use crate::results::{Figure, Host, PerRun, PublishedFigure, Results, cell, measured_on};
 use crate::statistics::Samples;
 use crate::table::{self, MEDIAN};
@@ -17,12 +18,12 @@ use crate::table::{self, MEDIAN};
 const RATE: PerRun<Run> =
     PerRun::new("paging_rate", "Pages for each vCPU", Unit::PerSecond, |run| Some(run.paging_rate));
 const TOTAL_TIME: PerRun<Run> =
-    PerRun::new("total_time", "Total guest execution time", Unit::Seconds, |run| Some(run.total_time.as_secs_f64()));
+    PerRun::time("total_time", "Total guest execution time", |run| Some(run.total_time.as_secs_f64()));
 
 const LATENCY_P50: PerRun<Run> =
-    PerRun::new("fault_p50", "Latency of a page, p50", Unit::Seconds, |run| run.fault_p50_ns.map(seconds));
+    PerRun::time("fault_p50", "Latency of a page, p50", |run| run.fault_p50_ns.map(seconds));
 const LATENCY_P99: PerRun<Run> =
-    PerRun::new("fault_p99", "Latency of a page, p99", Unit::Seconds, |run| run.fault_p99_ns.map(seconds));
+    PerRun::time("fault_p99", "Latency of a page, p99", |run| run.fault_p99_ns.map(seconds));
 
 const QUANTITIES: [PerRun<Run>; 17] = [
     RATE,
@@ -30,22 +31,18 @@ const QUANTITIES: [PerRun<Run>; 17] = [
     PerRun::new("overall_rate", "Pages for all vCPUs", Unit::PerSecond, |run| Some(overall_rate(run))),
     LATENCY_P50,
     LATENCY_P99,
-    PerRun::new("faults", "Faults", Unit::Count, |run| count(run.engine.faults)),
-    PerRun::new("spurious", "  of them spurious", Unit::Count, |run| count(run.engine.spurious)),
-    PerRun::new("exits", "Exits of vCPUs", Unit::Count, |run| count(run.nr_exits)),
-    PerRun::new("filled_for_faults", "Pages brought for vCPUs", Unit::Count, |run| {
-        run.nr_filled_for_faults.and_then(count)
-    }),
-    PerRun::new("filled_by_copier", "Pages brought by the copier", Unit::Count, |run| {
-        run.nr_filled_by_copier.and_then(count)
-    }),
-    PerRun::new("flushes", "Flushes", Unit::Count, |run| count(run.engine.flushes)),
-    PerRun::new("leaves_2m", "Leaves of 2 MiB", Unit::Count, |run| count(run.engine.installed_2m)),
-    PerRun::new("resolvers_killed", "Resolvers killed", Unit::Count, |run| run.nr_killed.and_then(count)),
-    PerRun::new("threads", "Threads of vCPUs", Unit::Count, |run| count(run.nr_threads as u64)),
-    PerRun::new("pages", "Pages of a vCPU", Unit::Count, |run| count(run.pages_per_vcpu)),
-    PerRun::new("verified", "Pages verified", Unit::Count, |run| count(run.nr_verified)),
-    PerRun::new("logged", "Dirty pages found in the log", Unit::Count, |run| run.nr_logged.and_then(count)),
+    PerRun::count("faults", "Faults", |run| count(run.engine.faults)),
+    PerRun::count("spurious", "  of them spurious", |run| count(run.engine.spurious)),
+    PerRun::count("exits", "Exits of vCPUs", |run| count(run.nr_exits)),
+    PerRun::count("filled_for_faults", "Pages brought for vCPUs", |run| run.nr_filled_for_faults.and_then(count)),
+    PerRun::count("filled_by_copier", "Pages brought by the copier", |run| run.nr_filled_by_copier.and_then(count)),
+    PerRun::count("flushes", "Flushes", |run| count(run.engine.flushes)),
+    PerRun::count("leaves_2m", "Leaves of 2 MiB", |run| count(run.engine.installed_2m)),
+    PerRun::count("resolvers_killed", "Resolvers killed", |run| run.nr_killed.and_then(count)),
+    PerRun::count("threads", "Threads of vCPUs", |run| count(run.nr_threads as u64)),
+    PerRun::count("pages", "Pages of a vCPU", |run| count(run.pages_per_vcpu)),
+    PerRun::count("verified", "Pages verified", |run| count(run.nr_verified)),
+    PerRun::count("logged", "Dirty pages found in the log", |run| run.nr_logged.and_then(count)),
 ];
 
 /// Pages per second for all vCPUs.
@@ -249,16 +246,15 @@ impl Report<'_> {
             }
         }
         let mut table = table::figures(header);
-        let nothing = || NOTHING.to_owned();
         for mode in modes {
-            let mut cells = vec![mode.name().to_owned()];
+            let mut cells = vec![mode.name()];
             for &nr_vcpus in &columns {
                 let is_it = |case: &Case| in_group(case) && case.mode == mode && case.nr_vcpus == nr_vcpus;
                 let found = self.measured.iter().copied().find(|measured| is_it(&measured.case));
-                cells.push(found.and_then(cell).unwrap_or_else(nothing));
+                cells.push(or_nothing(found.and_then(cell)));
                 if let Some((group, published)) = group.as_ref().filter(|_| has_published(nr_vcpus)) {
                     let value = (published.value)(group, mode, nr_vcpus);
-                    cells.push(value.map_or_else(nothing, |value| quantity(value, published.unit)));
+                    cells.push(or_nothing(value.map(|value| quantity(value, published.unit))));
                 }
             }
             table.add_row(cells);
@@ -323,13 +319,8 @@ impl Report<'_> {
                 results.extend(ratios.filter(|figure| !figure.samples.is_empty()));
             }
             if let Some((on, rate)) = self.published_rate(&measured.case) {
-                published.push(PublishedFigure {
-                    name: "paging_rate".to_owned(),
-                    unit: Unit::PerSecond,
-                    labels: labels.clone(),
-                    range: [rate; 2],
-                    on: format!("KVM Userfault, 2024, {on}, 96 CPUs"),
-                });
+                let on = format!("KVM Userfault, 2024, {on}, 96 CPUs");
+                published.push(PublishedFigure::new("paging_rate", Unit::PerSecond, &labels, [rate; 2], on));
             }
             let mut fact = |name, unit, value: f64| {
                 results.push(Figure::new(name, unit, &labels, [value]).with_better(None));

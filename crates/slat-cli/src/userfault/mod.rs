@@ -16,10 +16,11 @@ pub(crate) mod resolver;
 mod run;
 mod source;
 
+use clap::ValueEnum;
 use slat::PAGE_SIZE;
 use slat_machine::linux::topology;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, ensure};
 use crate::results::Outcome;
 use crate::session::Session;
 use crate::turns;
@@ -84,11 +85,7 @@ pub(crate) fn run(args: &UserfaultArgs, session: &Session) -> Result<Outcome, Fa
         }
     }
     drop(progress);
-    if measured.is_empty() {
-        return Err(Failure::Usage(
-            "--modes: the tables of this format have none of these rows; choose others".to_owned(),
-        ));
-    }
+    ensure!(!measured.is_empty(), Usage, "--modes: the tables of this format have none of these rows; choose others");
     outcome(&measured)
 }
 
@@ -96,8 +93,7 @@ pub(crate) fn run(args: &UserfaultArgs, session: &Session) -> Result<Outcome, Fa
 /// memory on x86.
 pub(crate) fn published_rate(mode: &str, nr_vcpus: usize) -> Option<f64> {
     let [anonymous, ..] = &published::X86;
-    let mode = Mode::ALL.into_iter().find(|known| known.name() == mode)?;
-    anonymous.rate(mode, nr_vcpus)
+    anonymous.rate(Mode::from_str(mode, false).ok()?, nr_vcpus)
 }
 
 /// So much memory for each vCPU, halved until the sum fits into this machine.

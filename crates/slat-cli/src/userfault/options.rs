@@ -12,7 +12,7 @@ use slat_machine::vm::demand_paging::PagedBacking;
 use super::case::{Case, Mode, Uffds};
 use super::published::{self, Group};
 use super::source::contents;
-use crate::failure::Failure;
+use crate::failure::{Failure, refuse};
 use crate::options::{CONTENTS, CPUS, FORMAT, FormatArg, OVERLAP, OutputArgs, delay, page_size, positive, size_bytes};
 
 /// The longest delay of a page.
@@ -125,7 +125,7 @@ pub(crate) struct UserfaultArgs {
     /// Of the published rows, only these modes
     ///
     /// Of none, missing, missing-1r, missing+uf, minor, minor-1r, minor+uf, uf, uf-ring.
-    #[arg(long, value_delimiter = ',', value_parser = mode, value_name = "MODE,...")]
+    #[arg(long, value_delimiter = ',', value_enum, hide_possible_values = true, value_name = "MODE,...")]
     modes: Option<Vec<Mode>>,
     /// Host threads that run the vCPUs [default: the runner's choice]
     ///
@@ -181,16 +181,6 @@ pub(crate) enum ResolverArg {
     Process,
 }
 
-impl ResolverArg {
-    /// The name in options and results.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            ResolverArg::Thread => "thread",
-            ResolverArg::Process => "process",
-        }
-    }
-}
-
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum GuestMemfdArg {
     Any,
@@ -233,11 +223,6 @@ fn page_delay(text: &str) -> Result<Duration, String> {
         delay if delay > MAX_DELAY => Err("must be at most 5s".to_owned()),
         delay => Ok(delay),
     }
-}
-
-fn mode(text: &str) -> Result<Mode, String> {
-    let known = || Mode::ALL.map(Mode::name).join(", ");
-    Mode::ALL.into_iter().find(|mode| mode.name() == text).ok_or_else(|| format!("there are {}", known()))
 }
 
 impl UserfaultArgs {
@@ -311,54 +296,55 @@ impl UserfaultArgs {
 
     /// Refuses combinations of options that exclude each other.
     pub(super) fn check(&self) -> Result<(), Failure> {
-        let refuse = |what: &str| Err(Failure::Usage(what.to_owned()));
-        if self.cpus.is_some() && self.nr_vcpus().len() != 1 {
-            return refuse("--cpus has a CPU for each vCPU: choose one number of vCPUs");
-        }
-        if self.cpus.is_some() && self.threads.is_some() {
-            return refuse("--cpus and --threads: a vCPU that is pinned has its own thread; choose one");
-        }
-        if self.kill_resolver > 0 && (self.delivery != DeliveryArg::Ring || self.resolver != ResolverArg::Process) {
-            return refuse("--kill-resolver needs --delivery ring with --resolver process; add them");
-        }
-        if self.kill_resolver > 0 && self.log_dirty {
-            return refuse("--kill-resolver and --log-dirty: rounds that are logged are not interrupted; choose one");
-        }
-        let rows = self.rows();
-        if self.matrix && rows == Rows::One {
-            return refuse(
+        let (rows, is_ring) = (self.rows(), self.delivery == DeliveryArg::Ring);
+        let has_process = is_ring && self.resolver == ResolverArg::Process;
+        let backing = self.backing();
+        refuse([
+            (
+                self.cpus.is_some() && self.nr_vcpus().len() != 1,
+                "--cpus has a CPU for each vCPU: choose one number of vCPUs",
+            ),
+            (
+                self.cpus.is_some() && self.threads.is_some(),
+                "--cpus and --threads: a vCPU that is pinned has its own thread; choose one",
+            ),
+            (
+                self.kill_resolver > 0 && !has_process,
+                "--kill-resolver needs --delivery ring with --resolver process; add them",
+            ),
+            (
+                self.kill_resolver > 0 && self.log_dirty,
+                "--kill-resolver and --log-dirty: rounds that are logged are not interrupted; choose one",
+            ),
+            (
+                self.matrix && rows == Rows::One,
                 "--matrix runs the rows of the published tables, and other options name one case; choose one",
-            );
-        }
-        if self.modes.is_some() && rows == Rows::One {
-            return refuse("--modes chooses rows of the published tables, and other options name one case; choose one");
-        }
-        if rows == Rows::Table && self.cases(1, 1).is_empty() {
-            return refuse("--modes: the first published table has none of these rows; add --matrix");
-        }
-        if self.readers.is_some() && self.uffd.is_none() {
-            return refuse("--readers: there is no descriptor to read without --uffd; add it");
-        }
-        if self.delivery == DeliveryArg::Ring {
-            if !self.exits {
-                return refuse("--delivery ring delivers userfault requests: it needs --exits; add it");
-            }
-            if self.uffd.is_some() {
-                return refuse(
-                    "--delivery ring and --uffd: the resolver of the rings does not read userfaultfd; choose one",
-                );
-            }
-            if !self.is_shared() {
-                return refuse("--delivery ring needs memory that the resolver can map; choose -s shmem");
-            }
-        }
-        if self.uffd == Some(UffdArg::Minor) && !self.is_shared() {
-            return Err(Failure::Usage(format!(
-                "--uffd minor needs memory that is present and not mapped, so shared memory (-s shmem); {} is private",
-                self.backing()
-            )));
-        }
-        Ok(())
+            ),
+            (
+                self.modes.is_some() && rows == Rows::One,
+                "--modes chooses rows of the published tables, and other options name one case; choose one",
+            ),
+            (
+                rows == Rows::Table && self.cases(1, 1).is_empty(),
+                "--modes: the first published table has none of these rows; add --matrix",
+            ),
+            (
+                self.readers.is_some() && self.uffd.is_none(),
+                "--readers: there is no descriptor to read without --uffd; add it",
+            ),
+            (is_ring && !self.exits, "--delivery ring delivers userfault requests: it needs --exits; add it"),
+            (
+                is_ring && self.uffd.is_some(),
+                "--delivery ring and --uffd: the resolver of the rings does not read userfaultfd; choose one",
+            ),
+            (is_ring && !self.is_shared(), "--delivery ring needs memory that the resolver can map; choose -s shmem"),
+            (
+                self.uffd == Some(UffdArg::Minor) && !self.is_shared(),
+                &format!(
+                    "--uffd minor needs memory that is present and not mapped, so shared memory (-s shmem); {backing} is private"
+                ),
+            ),
+        ])
     }
 
     /// Whether the memory can have a second mapping.
@@ -410,14 +396,14 @@ impl UserfaultArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options;
+    use crate::options::{self, ValueName};
 
     fn parse(line: &str) -> UserfaultArgs {
         options::parse(&format!("slat userfault {line}")).unwrap()
     }
 
     /// The mode, the descriptors and the readers of the one case.
-    fn the_case(line: &str) -> (&'static str, &'static str, usize) {
+    fn the_case(line: &str) -> (String, String, usize) {
         let args = parse(line);
         args.check().unwrap();
         let [case] = args.cases(8, 4096)[..] else { panic!("{line}: not one case") };
@@ -440,7 +426,8 @@ mod tests {
             ("--exits", ("uf", "per-vcpu", 1)),
             ("--exits --single-uffd -s shmem --delivery ring", ("uf-ring", "one", 1)),
         ] {
-            assert_eq!(the_case(line), expected, "{line}");
+            let (mode, uffds, nr_readers) = the_case(line);
+            assert_eq!((&mode[..], &uffds[..], nr_readers), expected, "{line}");
         }
     }
 

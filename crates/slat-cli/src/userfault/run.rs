@@ -20,7 +20,7 @@ use super::case::{Case, Mode, Uffds};
 use super::options::{GuestMemfdArg, ResolverArg, UserfaultArgs};
 use super::resolver::ResolverProcess;
 use super::source::Source;
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, ensure};
 use crate::options::with_format;
 use crate::phases;
 use crate::session::Session;
@@ -97,9 +97,7 @@ fn on<F: HardwareFormat>(
         _ => page(&mut paging, PagesFrom::Source(source.opened().clone()), &config)?,
     };
     let nr_verified = paging.verify()?;
-    if nr_verified != paging.nr_pages() {
-        return Err(check_failed(format!("{nr_verified} of {} pages are there", paging.nr_pages())));
-    }
+    ensure!(nr_verified == paging.nr_pages(), Check, "{nr_verified} of {} pages are there", paging.nr_pages());
     let has_copier_elsewhere = args.copier && case.mode == Mode::Ring;
     let block_pages = args.granularity().size_bytes() / PAGE_SIZE;
     Ok(Run {

@@ -112,6 +112,39 @@ pub fn assert_form(object: &Value) {
     assert!(errors.is_empty(), "{errors:#?}");
 }
 
+/// Runs with `args` and `--json`; expects exit code 0. Returns the results, and what was printed.
+#[track_caller]
+pub fn measured(name: &str, args: &str) -> (Value, String) {
+    let path = file(&format!("{name}.json"));
+    let printed = assert_ok(&format!("{args} --json {}", path.display()));
+    (read(&path), printed)
+}
+
+/// The figures of this name with these labels. A label that is a number is given as text.
+pub fn figures<'a>(object: &'a Value, name: &str, labels: &[(&str, &str)]) -> Vec<&'a Value> {
+    let has = |figure: &Value, label: &str, value: &str| {
+        let found = &figure["labels"][label];
+        found == value || found.is_number() && found.as_f64() == value.parse().ok()
+    };
+    let all = object["results"].as_array().unwrap().iter().filter(|figure| figure["name"] == name);
+    all.filter(|figure| labels.iter().all(|(label, value)| has(figure, label, value))).collect()
+}
+
+/// The only one of them.
+#[track_caller]
+pub fn figure<'a>(object: &'a Value, name: &str, labels: &[(&str, &str)]) -> &'a Value {
+    let found = figures(object, name, labels);
+    assert_eq!(found.len(), 1, "{name} of {labels:?}: {found:?}");
+    found[0]
+}
+
+/// The median of the only one of them, and its unit.
+#[track_caller]
+pub fn quantity<'a>(object: &'a Value, name: &str, labels: &[(&str, &str)]) -> (f64, &'a str) {
+    let found = figure(object, name, labels);
+    (value(found), found["unit"].as_str().unwrap())
+}
+
 /// The samples of a figure.
 #[track_caller]
 pub fn samples(figure: &Value) -> Vec<f64> {

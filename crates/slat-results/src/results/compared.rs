@@ -71,6 +71,13 @@ pub struct Published {
     pub gain: Option<[f64; 2]>,
 }
 
+impl Published {
+    /// With the figures of the baseline and of the proposal, which is `side`.
+    pub fn new(on: &str, [baseline, proposed]: [Option<f64>; 2], side: &str) -> Published {
+        Published { on: on.to_owned(), baseline, proposed, proposed_side: side.to_owned(), gain: None }
+    }
+}
+
 /// A figure of several sides.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Evaluation {

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Cache, Got, of};
+use super::{Cache, Wanted};
 use crate::failure::Failure;
 use crate::metal::architecture::{Architecture, Debian};
 use crate::session::Session;
@@ -67,25 +67,14 @@ impl Cache {
         architecture: Architecture,
         session: &Session,
     ) -> Result<Option<Libraries>, Failure> {
-        let Some(debian) = architecture.debian() else { return Ok(None) };
-        let name = of("libraries", architecture);
-        let cached = || Libraries::find(&self.folder.join(&name), debian);
-        if let Some(libraries) = cached() {
-            return Ok(Some(libraries));
-        }
+        let Some(debian) = architecture.facts().debian else { return Ok(None) };
         let what = format!("there is no package of a C library for {}", debian.architecture);
+        let missing = format!("{what} that can be linked");
         let advice = "choose --guest suite, or --peer none, which need none";
-        self.get(&name, Some(debian), &what, advice, session, |apt, folder| {
-            if cached().is_some() {
-                return Ok(Got::ByAnother);
-            }
-            apt?.unpack(&PACKAGES, folder)?;
-            Ok(Got::Now)
-        })?;
-        match cached() {
-            Some(libraries) => Ok(Some(libraries)),
-            None => Err(Failure::CannotServe(format!("{what} that can be linked; {advice}"))),
-        }
+        let wanted =
+            Wanted { name: format!("libraries{}", architecture.facts().suffix), debian: Some(debian), what, advice };
+        let find = |root: &Path| Libraries::find(root, debian).ok_or_else(|| missing.clone());
+        self.get(&wanted, session, find, |apt, folder| apt.unpack(&PACKAGES, folder)).map(Some)
     }
 }
 
@@ -98,7 +87,7 @@ mod tests {
     #[test]
     fn a_library_without_its_parts_is_none() {
         let folder = tempfile::tempdir().unwrap();
-        let debian = Architecture::RiscV.debian().unwrap();
+        let debian = Architecture::RiscV.facts().debian.unwrap();
         let find = || Libraries::find(folder.path(), debian);
         assert_eq!(find(), None);
         for name in ["riscv64-linux-gnu/rcrt1.o", "riscv64-linux-gnu/crti.o", "riscv64-linux-gnu/crtn.o"] {

@@ -3,15 +3,13 @@
 //! Each vCPU has a CPU, and the hypervisor's thread has another one. So a machine all of whose CPUs
 //! are asked for has one vCPU less.
 
-use std::fmt::Write;
-
 use slat_model::experiment::beside::{Counted, Operation};
 use slat_model::topology::Topology;
 
 use super::super::machines::{MANY_CPUS, MAX_BYTES_OF_MANY, Machines};
-use super::super::names::lock_name;
 use super::{DURATION_ON_MANY_CPUS_NS, Done, LOCKS, Planned, TOPOLOGY, beside, cell, longest_s};
 use crate::failure::Failure;
+use crate::options::Named;
 use crate::quantity::{NOTHING, Unit, quantity};
 use crate::table;
 
@@ -82,7 +80,7 @@ pub(super) fn planned(machines: &Machines) -> Result<Vec<Planned>, Failure> {
 pub(super) fn add(text: &mut String, planned: &[Planned], all: &[Done]) {
     let of = |planned: &Planned| all.iter().find(|done| done.case == planned.case && done.topology == planned.topology);
     for curve in &CURVES {
-        let header = LOCKS.map(|lock| [lock_name(lock), "longest"]);
+        let header = LOCKS.map(|lock| [lock.name(), "longest"]);
         let mut figures =
             table::figures(std::iter::once(curve.title).chain(header.into_iter().flatten()).map(str::to_owned));
         let mut is_empty = true;
@@ -99,12 +97,10 @@ pub(super) fn add(text: &mut String, planned: &[Planned], all: &[Done]) {
             is_empty = false;
         }
         if !is_empty {
-            // A string takes all that is written.
-            let _ = writeln!(text, "\n{figures}");
+            add_line!(text, "\n{figures}");
         }
     }
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         text,
         "\nA row names the CPUs that have a vCPU, and those of the topology. The hypervisor's thread has\n\
          another one. Else as in the first table; with more than {MANY_CPUS} CPUs for {} of virtual time, with\n\

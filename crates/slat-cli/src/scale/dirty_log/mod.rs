@@ -7,8 +7,6 @@
 
 mod curves;
 
-use std::fmt::Write;
-
 use slat_model::experiment::beside::{Beside, BesideRun, Counted, Operation};
 use slat_model::experiment::phases::{Around, Lock};
 use slat_model::machine::LockKind;
@@ -16,11 +14,11 @@ use slat_model::parameters::Parameters;
 use slat_model::topology::Topology;
 
 use super::machines::{MANY_CPUS, bytes_for};
-use super::names::lock_name;
 use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
-use crate::quantity::{NOTHING, Unit, digits, quantity};
+use crate::options::Named;
+use crate::quantity::{Unit, digits, or_nothing, quantity};
 use crate::results::{Figure, Labels, labels};
 use crate::table;
 
@@ -93,22 +91,6 @@ fn cases() -> impl Iterator<Item = Case> {
     }))
 }
 
-fn operation_name(operation: Operation) -> &'static str {
-    match operation {
-        Operation::Nothing => "nothing",
-        Operation::Harvest => "harvest",
-        Operation::InvalidatePage => "invalidate-page",
-        Operation::InvalidateUnused => "invalidate-unused",
-    }
-}
-
-fn lock_kind_name(kind: LockKind) -> &'static str {
-    match kind {
-        LockKind::Spinning => "spinning",
-        LockKind::Sleeping => "sleeping",
-    }
-}
-
 impl Case {
     /// Whether there are more vCPUs than CPUs.
     fn is_of_many(self) -> bool {
@@ -117,9 +99,9 @@ impl Case {
 
     fn labels(self, topology: &Topology) -> Labels {
         labels([
-            ("operation", operation_name(self.operation).into()),
-            ("lock", lock_name(self.lock).into()),
-            ("lock_kind", lock_kind_name(self.lock_kind).into()),
+            ("operation", self.operation.name().into()),
+            ("lock", self.lock.name().into()),
+            ("lock_kind", self.lock_kind.name().into()),
             ("vcpus", self.nr_vcpus.into()),
             ("cpus", self.nr_cpus.into()),
             ("topology", topology.name().into()),
@@ -127,7 +109,7 @@ impl Case {
     }
 
     fn title(self) -> String {
-        let (operation, lock) = (operation_name(self.operation), lock_name(self.lock));
+        let (operation, lock) = (self.operation.name(), self.lock.name());
         format!("{operation}, lock {lock}, {} vCPUs on {} CPUs", self.nr_vcpus, self.nr_cpus)
     }
 
@@ -177,7 +159,7 @@ fn per_second(counted: &Counted, duration_ns: u64) -> Option<f64> {
 }
 
 fn rate_cell(counted: &Counted, duration_ns: u64) -> String {
-    per_second(counted, duration_ns).map_or_else(|| NOTHING.to_owned(), |rate| digits(rate, false))
+    or_nothing(per_second(counted, duration_ns).map(|rate| digits(rate, false)))
 }
 
 fn mean_s(counted: &Counted) -> Option<f64> {
@@ -189,7 +171,7 @@ fn longest_s(counted: &Counted) -> Option<f64> {
 }
 
 fn cell(value: Option<f64>, unit: Unit) -> String {
-    value.map_or_else(|| NOTHING.to_owned(), |value| quantity(value, unit))
+    or_nothing(value.map(|value| quantity(value, unit)))
 }
 
 fn part(context: &Context<'_>, points: &[Planned], all: &[Done]) -> Part {
@@ -229,11 +211,10 @@ fn add_table(text: &mut String, all: &[Done]) {
         let times = |counted| [cell(mean_s(counted), Unit::Seconds), cell(longest_s(counted), Unit::Seconds)];
         let of_faults = std::iter::once(done.fault_cell()).chain(times(&run.faults));
         let cells = of_faults.chain(std::iter::once(done.call_cell())).chain(times(&run.operations));
-        let name = format!("{}, {}", operation_name(case.operation), lock_name(case.lock));
+        let name = format!("{}, {}", case.operation.name(), case.lock.name());
         figures.add_row(std::iter::once(name).chain(cells));
     }
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         text,
         "{figures}\n\n\
          {NR_CPUS} vCPUs on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with {} each, write pages whose writes are logged,\n\
@@ -255,14 +236,13 @@ fn add_table_of_many(text: &mut String, parameters: &Parameters, all: &[Done]) {
     let mut figures = table::figures(header.map(str::to_owned));
     for Done { case, run, .. } in all.iter().filter(|done| done.case.is_of_many()) {
         figures.add_row([
-            lock_name(case.lock).to_owned(),
+            case.lock.name().to_owned(),
             cell(longest_s(&run.faults), Unit::Seconds),
             cell(longest_s(&run.operations), Unit::Seconds),
             quantity(parameters.host.quantum.seconds(), Unit::Seconds),
         ]);
     }
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         text,
         "{figures}\n\n\
          {NR_MANY_VCPUS} vCPUs with {} each, on {NR_CPUS} CPUs of the topology {TOPOLOGY}, with the host, for {} of\n\
@@ -304,6 +284,7 @@ impl Done {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quantity::NOTHING;
 
     #[test]
     fn each_run_has_its_labels_and_one_cpu_is_left() {

@@ -1,16 +1,14 @@
 //! The rate of faults by the number of CPUs, for each lock, and what costs most without a lock.
 
-use std::fmt::Write;
-
 use slat_model::experiment::Hypervisor;
 use slat_model::experiment::phases::{Around, Lock, Sharing};
 
 use super::super::machines::MAX_BYTES_OF_MANY;
-use super::super::names::lock_name;
 use super::super::trace::{HOT_LINES, hot_table, wait_s};
 use super::super::{Context, Part};
 use super::{Case, Done, find};
-use crate::quantity::{NOTHING, Unit, quantity, times};
+use crate::options::Named;
+use crate::quantity::{Unit, or_nothing, quantity, times};
 use crate::results::Figure;
 use crate::table;
 
@@ -71,8 +69,7 @@ pub(super) fn add(part: &mut Part, context: &Context<'_>, all: &[Done]) {
     for curve in CURVES.iter().filter(|curve| cpus.iter().any(|&n| find(all, curve.case(LOCKS[0], n)).is_some())) {
         add_table(&mut part.text, curve, cpus, bytes, all);
     }
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         part.text,
         "A rate is pages in a second, of all CPUs together; a row names the CPUs of its topology, too. The\n\
          host is the exit of the vCPU, the lookup and zeroing of the page, and the guest's own work."
@@ -97,8 +94,7 @@ fn add_less_memory(text: &mut String, bytes: u64, all: &[Done]) {
         return;
     }
     let cpus = cpus.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         text,
         "With the host, {cpus} CPUs have {} for each vCPU; a page takes the same time with more.",
         quantity(MAX_BYTES_OF_MANY as f64, Unit::Bytes)
@@ -108,13 +104,12 @@ fn add_less_memory(text: &mut String, bytes: u64, all: &[Done]) {
 fn add_table(text: &mut String, curve: &Curve, cpus: &[usize], bytes: u64, all: &[Done]) {
     let base = cpus.first().copied().unwrap_or(1);
     let speed_up = format!("vs {base} CPU{}", if base == 1 { "" } else { "s" });
-    let header = LOCKS.map(|lock| [lock_name(lock).to_owned(), speed_up.clone()]);
+    let header = LOCKS.map(|lock| [lock.name().to_owned(), speed_up.clone()]);
     let mut figures = table::figures(std::iter::once(curve.title.to_owned()).chain(header.into_iter().flatten()));
     let of = |lock, nr_cpus| find(all, curve.case(lock, nr_cpus)).map(|done| rate(done, bytes));
     for &nr_cpus in cpus {
         let Some(any) = LOCKS.iter().find_map(|&lock| find(all, curve.case(lock, nr_cpus))) else { continue };
         let cells = LOCKS.into_iter().flat_map(|lock| {
-            let or_nothing = |text: Option<String>| text.unwrap_or_else(|| NOTHING.to_owned());
             let here = of(lock, nr_cpus);
             [
                 or_nothing(here.map(|rate| quantity(rate, Unit::PerSecond))),
@@ -123,8 +118,7 @@ fn add_table(text: &mut String, curve: &Curve, cpus: &[usize], bytes: u64, all: 
         });
         figures.add_row(std::iter::once(format!("{nr_cpus} of {} CPUs", any.topology.nr_cpus())).chain(cells));
     }
-    // A string takes all that is written.
-    let _ = writeln!(text, "{figures}\n");
+    add_line!(text, "{figures}\n");
 }
 
 /// Adds the lines for which CPUs wait longest, with the most CPUs and without a lock.
@@ -132,8 +126,7 @@ fn add_hot_lines(part: &mut Part, nr_cpus: usize, all: &[Done]) {
     let case = Curve { title: "", sharing: Sharing::Partitioned, around: Around::Nothing }.case(Lock::None, nr_cpus);
     let Some(done) = find(all, case) else { return };
     let lines = &done.run.report.hot_lines;
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         part.text,
         "\nThe cache lines for which CPUs wait longest (lock none, partitioned, the engine alone, CPUs: {nr_cpus}):\n\n{}",
         hot_table(HOT_LINES, lines)

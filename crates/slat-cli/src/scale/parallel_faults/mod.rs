@@ -12,10 +12,10 @@ use slat_model::experiment::phases::{Around, DirtyTracking, Lock, Phases, Phases
 use slat_model::topology::Topology;
 
 use super::machines::bytes_for;
-use super::names::{hypervisor_name, lock_name};
 use super::trace::Traced;
 use super::{Context, Part};
 use crate::failure::Failure;
+use crate::options::Named;
 use crate::results::{Labels, labels};
 
 /// Pages of memory that all vCPUs access are as many as these parts of a vCPU.
@@ -41,27 +41,13 @@ struct Done {
     bytes: u64,
 }
 
-fn access_name(sharing: Sharing) -> &'static str {
-    match sharing {
-        Sharing::Partitioned => "partitioned",
-        Sharing::Overlapping => "overlapping",
-    }
-}
-
-fn around_name(around: Around) -> &'static str {
-    match around {
-        Around::Host => "host",
-        Around::Nothing => "engine",
-    }
-}
-
 impl Case {
     fn labels(self) -> Labels {
         labels([
-            ("hypervisor", hypervisor_name(self.hypervisor).into()),
-            ("lock", lock_name(self.lock).into()),
-            ("access", access_name(self.sharing).into()),
-            ("around", around_name(self.around).into()),
+            ("hypervisor", self.hypervisor.name().into()),
+            ("lock", self.lock.name().into()),
+            ("access", self.sharing.name().into()),
+            ("around", self.around.name().into()),
             ("cpus", self.nr_cpus.into()),
         ])
     }
@@ -73,9 +59,9 @@ impl Case {
         };
         format!(
             "{}, lock {}, {}, {around}, {} CPUs",
-            hypervisor_name(self.hypervisor),
-            lock_name(self.lock),
-            access_name(self.sharing),
+            self.hypervisor.name(),
+            self.lock.name(),
+            self.sharing.name(),
             self.nr_cpus
         )
     }

@@ -4,18 +4,17 @@
 //! the same for any size that is large against the caches, so times are scaled by the pages, and
 //! those of all rounds by the rounds.
 
-use std::fmt::Write;
-
 use slat_model::experiment::Hypervisor;
 use slat_model::experiment::phases::{Around, Lock, PhaseTimes, Sharing};
 use slat_model::topology::Topology;
 
-use super::super::names::{error_of, lock_name};
+use super::super::names::error_of;
 use super::super::{Part, ScaleArgs};
 use super::{Case, Done, OVERLAPPING_PARTS, find};
 use crate::failure::Failure;
+use crate::options::Named;
 use crate::parallel_faults::PHASES;
-use crate::quantity::{NOTHING, Unit, quantity};
+use crate::quantity::{Unit, or_nothing, quantity};
 use crate::results::{Figure, PublishedFigure};
 use crate::table::{self, PUBLISHED};
 
@@ -83,8 +82,7 @@ pub(super) fn add(part: &mut Part, args: &ScaleArgs, all: &[Done]) {
         add_figures(part, sharing, predicted);
     }
     let [each, in_all] = [args.bytes, args.bytes * OVERLAPPING_PARTS].map(|bytes| quantity(bytes as f64, Unit::Bytes));
-    // A string takes all that is written.
-    let _ = writeln!(
+    add_line!(
         part.text,
         "Predicted: KVM on the topology {TOPOLOGY}. The time of a page was measured with {each} for each vCPU\n\
          (partitioned), {in_all} in all (overlapping), and rounds: {}. It is scaled to the published size and\n\
@@ -99,12 +97,11 @@ fn add_table(text: &mut String, sharing: Sharing, predicted: [Option<[f64; PHASE
         Sharing::Partitioned => "partitioned, 96 vCPUs, 3 GiB each",
         Sharing::Overlapping => "overlapping, 96 vCPUs, 6 GiB in all",
     };
-    let header = LOCKS.map(|lock| [lock_name(lock), PUBLISHED, "error"]);
+    let header = LOCKS.map(|lock| [lock.name(), PUBLISHED, "error"]);
     let mut figures = table::figures(std::iter::once(title).chain(header.into_iter().flatten()).map(str::to_owned));
     for (index, phase) in PHASES.iter().enumerate() {
         let cells =
             predicted.iter().zip(phase.published_s(sharing == Sharing::Overlapping)).flat_map(|(times, published)| {
-                let or_nothing = |text: Option<String>| text.unwrap_or_else(|| NOTHING.to_owned());
                 let time = times.map(|times| times[index]);
                 [
                     or_nothing(time.map(|time| quantity(time, Unit::Seconds))),
@@ -114,8 +111,7 @@ fn add_table(text: &mut String, sharing: Sharing, predicted: [Option<[f64; PHASE
             });
         figures.add_row(std::iter::once(phase.title.to_owned()).chain(cells));
     }
-    // A string takes all that is written.
-    let _ = writeln!(text, "{figures}\n");
+    add_line!(text, "{figures}\n");
 }
 
 fn add_figures(part: &mut Part, sharing: Sharing, predicted: [Option<[f64; PHASES.len()]>; 2]) {
@@ -124,13 +120,13 @@ fn add_figures(part: &mut Part, sharing: Sharing, predicted: [Option<[f64; PHASE
         let labels = case(lock, sharing).labels();
         for (phase, time) in PHASES.iter().zip(times) {
             part.figures.push(Figure::new(phase.figure, Unit::Seconds, &labels, [time]));
-            part.published.push(PublishedFigure {
-                name: phase.figure.to_owned(),
-                unit: Unit::Seconds,
-                labels: labels.clone(),
-                range: [phase.published_s(sharing == Sharing::Overlapping)[which]; 2],
-                on: ON.to_owned(),
-            });
+            part.published.push(PublishedFigure::new(
+                phase.figure,
+                Unit::Seconds,
+                &labels,
+                [phase.published_s(sharing == Sharing::Overlapping)[which]; 2],
+                ON,
+            ));
         }
     }
 }

@@ -26,7 +26,7 @@ use slat_machine::vm::machine::MachineError;
 use super::super::tally::Figure;
 use super::super::turn::World;
 use super::memslots::{gva_of, new_cpu};
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, ensure};
 
 /// Where the memslot is: below the guests' region, and beyond the places of the other threads'
 /// memslots.
@@ -177,12 +177,12 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
             return Ok(());
         }
         let found = self.cpu.read(gva);
-        if found != Ok(page.value) {
-            return Err(check_failed(format_args!(
-                "read of page {number} of the huge slot: {found:x?}, but {:#x} was written",
-                page.value
-            )));
-        }
+        ensure!(
+            found == Ok(page.value),
+            Check,
+            "read of page {number} of the huge slot: {found:x?}, but {:#x} was written",
+            page.value
+        );
         self.world.tally.add(Figure::SlotReads, 1);
         Ok(())
     }

@@ -8,8 +8,6 @@
 //! written. So may harvests with page-modification logs: an entry may be older than the log of the
 //! memslot. Or two harvests may read it at once, of which one is of another memslot.
 
-use std::sync::PoisonError;
-
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use slat::dirty::{DirtyTracking, ManualProtect};
@@ -25,7 +23,8 @@ use slat_machine::vm::machine::MachineError;
 
 use super::super::tally::Figure;
 use super::super::turn::World;
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, ensure};
+use crate::live::lock;
 
 /// Places in guest-physical memory for a thread's memslots, 1 MiB apart, below the guests' region.
 const NR_PLACES: u64 = 64;
@@ -123,7 +122,7 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         let result = self.operate(rng);
         if self.visitors == Visitors::Come {
             let ranges = (0..self.slots.len()).map(|which| self.range(which)).collect();
-            *self.world.visited.lock().unwrap_or_else(PoisonError::into_inner) = ranges;
+            *lock(&self.world.visited) = ranges;
         }
         result
     }
@@ -281,12 +280,12 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
             page.is_dirty = is_reported && !gets_clear;
         }
         let nr_reported: u64 = bitmap.iter().map(|word| u64::from(word.count_ones())).sum();
-        if nr_dirty != nr_reported {
-            return Err(check_failed(format_args!(
-                "harvest of slot {}: {nr_dirty} pages counted, {nr_reported} reported",
-                slot.id
-            )));
-        }
+        ensure!(
+            nr_dirty == nr_reported,
+            Check,
+            "harvest of slot {}: {nr_dirty} pages counted, {nr_reported} reported",
+            slot.id
+        );
         if !gets_clear {
             // Some of them, and some that are clean.
             let mask: Vec<u64> = bitmap.iter().map(|_| rng.random()).collect();
@@ -296,12 +295,12 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
             for (number, page) in slot.pages.iter_mut().enumerate() {
                 page.is_dirty &= mask[number / 64] >> (number % 64) & 1 == 0;
             }
-            if nr_cleared != nr_meant && !(nr_cleared > nr_meant && reports_more) {
-                return Err(check_failed(format_args!(
-                    "clearing of slot {}: {nr_cleared} pages, {nr_meant} dirty",
-                    slot.id
-                )));
-            }
+            ensure!(
+                nr_cleared == nr_meant || nr_cleared > nr_meant && reports_more,
+                Check,
+                "clearing of slot {}: {nr_cleared} pages, {nr_meant} dirty",
+                slot.id
+            );
         }
         let figure = if reports_more { Figure::Harvests } else { Figure::HarvestsExact };
         self.world.tally.add(figure, 1);
@@ -377,12 +376,13 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         } else {
             let found = self.cpu.read(gva);
             page.is_used = true;
-            if found != Ok(page.value) {
-                return Err(check_failed(format_args!(
-                    "read of page {number} of slot {}: {found:x?}, but {:#x} was written",
-                    slot.id, page.value
-                )));
-            }
+            ensure!(
+                found == Ok(page.value),
+                Check,
+                "read of page {number} of slot {}: {found:x?}, but {:#x} was written",
+                slot.id,
+                page.value
+            );
             self.world.tally.add(Figure::SlotReads, 1);
             Ok(())
         }
@@ -406,7 +406,7 @@ pub(super) fn visit<F: HardwareFormat>(
     cpu: &mut Cpu<Vcpu<MachineHost, F>, F>,
     rng: &mut SmallRng,
 ) -> Result<(), Failure> {
-    let ranges = world.visited.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let ranges = lock(&world.visited).clone();
     if ranges.is_empty() {
         return Ok(());
     }
