@@ -32,7 +32,7 @@ pub(super) struct NewFolder {
 /// Whether there can be a new folder: `path` is not there yet, or empty.
 ///
 /// # Errors
-/// [`Error`]: it is not so, or the folder cannot be read.
+/// [`Error`](enum@Error): it is not so, or the folder cannot be read.
 pub fn check_free(path: &Path) -> Result<(), Error> {
     match fs::read_dir(path).map(|mut entries| entries.next().is_none()) {
         Ok(true) => Ok(()),
