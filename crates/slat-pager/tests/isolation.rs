@@ -201,3 +201,46 @@ fn a_working_set_on_a_disk_that_hangs_holds_only_its_own_machines() {
         all_are_verified.store(true, Ordering::Relaxed);
     });
 }
+
+/// A snapshot that cannot be opened keeps the machines of others neither from a first pager nor from
+/// a successor. It is served once it is there.
+#[test]
+fn a_snapshot_that_is_not_there_holds_only_its_own_machines() {
+    let Some(folder) = folder() else { return };
+    let folder = folder.path();
+    let (late, late_socket) = (folder.join("late"), folder.join("late.sock"));
+    let config = format!(
+        "metrics = 'unix:{0}/metrics'\nruntime-folder = '{0}/pager.sock.state'\nsandbox = 'off'\n\
+         [[socket]]\npath = '{0}/late.sock'\nmemory = '{0}/late'\n\
+         [[socket]]\npath = '{0}/pager.sock'\nmemory = '{0}/memory'\n",
+        folder.display()
+    );
+    std::fs::write(folder.join("pager.toml"), config).unwrap();
+    let start = || {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_slat-pager"));
+        let child = command.args(["serve", "--log", "off", "--config"]).arg(folder.join("pager.toml")).spawn().unwrap();
+        let mut pager = Pager { child };
+        pager.wait_until_it_listens(&socket(folder));
+        pager
+    };
+    let connect = |to: &Path| {
+        let userfaultfd = userfaultfd(0).unwrap();
+        let guest = Guest::new(Kind::Anonymous, MIB, 0).unwrap();
+        guest.register(&userfaultfd, RegisterMode::MISSING);
+        let stream = UnixStream::connect(to).unwrap();
+        send(&stream, handshake(&[guest.region()]).as_bytes(), Some(&userfaultfd)).unwrap();
+        (guest, userfaultfd, stream)
+    };
+    let pager = start();
+    let (guest, ..) = &connect(&socket(folder));
+    guest.verify(0, SEED);
+    drop(pager);
+    let _successor = start();
+    // Farther than what is filled around a fault.
+    guest.verify(100, SEED);
+    assert_eq!(pager::metric(folder, "taken_over_total"), 1.0);
+    // It waits in the socket until the snapshot is there.
+    let (waiting, ..) = &connect(&late_socket);
+    std::fs::copy(folder.join("memory"), &late).unwrap();
+    waiting.verify(0, SEED);
+}

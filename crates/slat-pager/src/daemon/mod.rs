@@ -10,6 +10,9 @@
 //! - What waits for the files of one snapshot has a few threads at most: where a disk hangs,
 //!   machines of other snapshots are served.
 //! - However the daemon ends, the pages of its machines do not fail: they wait for a successor.
+//! - A snapshot that cannot be opened keeps no other from being served, nor their machines from being
+//!   taken over. It is tried again, while its machines and VMMs wait. A daemon that can open none
+//!   does not start.
 //!
 //! # Implementation
 //! What needs rights comes first: sockets, orphans, metrics. Then [`sandbox::enter`], and only then
@@ -34,7 +37,7 @@ use prometheus::Registry;
 use thiserror::Error;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Semaphore, oneshot, watch};
 use tokio_util::task::TaskTracker;
 
 use crate::config::{Config, SandboxMode, SocketConfig};
@@ -82,6 +85,10 @@ struct Socket {
 
 /// How many machines of a socket are begun at once: a disk that hangs has a thread for each.
 const MOST_ATTACHING: usize = 8;
+
+/// How long after a try to open a snapshot another follows, at first and at most.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// What all machines share.
 #[derive(Debug)]
@@ -161,10 +168,10 @@ struct Start {
 async fn run(
     daemon: Arc<Daemon>,
     config: &Config,
-    start: Start,
+    mut start: Start,
     leave: watch::Sender<bool>,
 ) -> Result<(), DaemonError> {
-    let Start { listeners, orphans, mut passed, metrics } = start;
+    let metrics = start.metrics.take();
     let system = |what| move |error| DaemonError::System { what, error };
     let mut end = signal(SignalKind::terminate()).map_err(system("wait for signals"))?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(system("wait for signals"))?;
@@ -181,29 +188,7 @@ async fn run(
         let metrics = Box::new(CacheMetrics::new(Arc::clone(cache)));
         registry.register(metrics).map_err(|error| DaemonError::Metrics(io::Error::other(error)))?;
     }
-    let whole = Budget::new(config.read_memory);
-    let budget = || if config.sockets.len() > 1 { whole.of_source() } else { whole.clone() };
-    let mut sockets = Vec::new();
-    for socket in &config.sockets {
-        sockets.push(Arc::new(open(socket, &with, budget(), &registry).await?));
-    }
-    // What may fail comes before the machines: those of a daemon that does not start stay orphans.
-    let listen = |listener| UnixListener::from_std(listener).map_err(system("listen"));
-    let listeners = listeners.into_iter().map(listen).collect::<Result<Vec<_>, _>>()?;
-    for orphan in orphans {
-        match sockets.iter().find(|socket| socket.config.path == orphan.description.socket) {
-            Some(socket) => machine::take_over(&daemon, socket, orphan, &mut passed),
-            None => tracing::error!(socket = %orphan.description.socket.display(), pid = orphan.description.pid,
-                "a machine of a socket that is not served any more; it waits"),
-        }
-    }
-    // What else was kept is of machines that are not taken over. The service manager has it still.
-    drop(passed);
-    for (socket, listener) in sockets.iter().zip(listeners) {
-        tracing::info!(socket = %socket.config.path.display(), memory = %socket.config.memory,
-            size_bytes = socket.source.size_bytes(), "serving");
-        tokio::spawn(accept(Arc::clone(&daemon), Arc::clone(socket), listener));
-    }
+    serve_sockets(&daemon, config, &with, &registry, start).await?;
     if let Some(metrics) = metrics {
         tokio::spawn(metrics.serve(registry));
     }
@@ -218,6 +203,64 @@ async fn run(
     daemon.tasks.close();
     if tokio::time::timeout(Duration::from_secs(10), daemon.tasks.wait()).await.is_err() {
         tracing::warn!("a machine's thread does not end");
+    }
+    Ok(())
+}
+
+/// Begins to serve each socket, and waits until the snapshot of each was opened or could not be.
+///
+/// # Errors
+/// There is none that could.
+async fn serve_sockets(
+    daemon: &Arc<Daemon>,
+    config: &Config,
+    with: &OpenWith,
+    registry: &Registry,
+    start: Start,
+) -> Result<(), DaemonError> {
+    let Start { listeners, mut orphans, passed, .. } = start;
+    let system = |what| move |error| DaemonError::System { what, error };
+    let whole = Budget::new(config.read_memory);
+    let budget = || if config.sockets.len() > 1 { whole.of_source() } else { whole.clone() };
+    let listen = |listener| UnixListener::from_std(listener).map_err(system("listen"));
+    let listeners = listeners.into_iter().map(listen).collect::<Result<Vec<_>, _>>()?;
+    let passed = Arc::new(Mutex::new(passed));
+    let mut tries = Vec::new();
+    for (socket, listener) in config.sockets.iter().zip(listeners) {
+        let is_its = |orphan: &Orphan| orphan.description.socket == socket.path;
+        let (its, others) = orphans.into_iter().partition(is_its);
+        orphans = others;
+        let opening = Opening {
+            config: socket.clone(),
+            with: with.clone(),
+            budget: budget(),
+            registry: registry.clone(),
+            listener,
+            orphans: its,
+            passed: Arc::clone(&passed),
+        };
+        let (tried, first_try) = oneshot::channel();
+        tokio::spawn(opening.serve(Arc::clone(daemon), tried));
+        tries.push(first_try);
+    }
+    for Orphan { description, .. } in &orphans {
+        tracing::error!(socket = %description.socket.display(), pid = description.pid,
+            "a machine of a socket that is not served any more; it waits");
+    }
+    drop((passed, orphans));
+    let (mut nr_served, mut failed) = (0, Vec::new());
+    for first_try in tries {
+        match first_try.await {
+            Ok(Ok(())) => nr_served += 1,
+            Ok(Err(error)) => failed.push(error),
+            Err(_) => failed.push(system("open a snapshot")(io::Error::other("its task has panicked"))),
+        }
+    }
+    for error in failed {
+        if nr_served == 0 {
+            return Err(error);
+        }
+        tracing::error!(%error, "a socket is not served yet");
     }
     Ok(())
 }
@@ -240,6 +283,51 @@ async fn open(
     };
     let attaching = Arc::new(Semaphore::new(MOST_ATTACHING));
     Ok(Socket { config: config.clone(), source, metrics: Arc::new(metrics), limits, attaching })
+}
+
+/// A socket whose snapshot is to be opened.
+struct Opening {
+    config: SocketConfig,
+    with: OpenWith,
+    budget: Budget,
+    registry: Registry,
+    listener: UnixListener,
+    /// The machines that a dead pager has left on it.
+    orphans: Vec<Orphan>,
+    /// What the service manager has kept. What no machine takes, it has still.
+    passed: Arc<Mutex<Passed>>,
+}
+
+impl Opening {
+    /// Opens the snapshot, takes its machines over, and accepts others. `tried` is sent how the first
+    /// try ended.
+    async fn serve(self, daemon: Arc<Daemon>, tried: oneshot::Sender<Result<(), DaemonError>>) {
+        let Opening { config, with, budget, registry, listener, orphans, passed } = self;
+        let (mut tried, mut pause) = (Some(tried), FIRST_PAUSE);
+        let socket = loop {
+            let error = match open(&config, &with, budget.clone(), &registry).await {
+                Ok(socket) => break Arc::new(socket),
+                Err(error) => error,
+            };
+            match tried.take() {
+                // The receiver goes with the daemon.
+                Some(tried) => drop(tried.send(Err(error))),
+                None => tracing::warn!(socket = %config.path.display(), %error, "it is not served yet"),
+            }
+            tokio::time::sleep(pause).await;
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        };
+        for orphan in orphans {
+            machine::take_over(&daemon, &socket, orphan, &mut passed.lock());
+        }
+        drop(passed);
+        tracing::info!(socket = %config.path.display(), memory = %config.memory,
+            size_bytes = socket.source.size_bytes(), "serving");
+        if let Some(tried) = tried {
+            let _ = tried.send(Ok(()));
+        }
+        accept(daemon, socket, listener).await;
+    }
 }
 
 async fn accept(daemon: Arc<Daemon>, socket: Arc<Socket>, listener: UnixListener) {
