@@ -43,7 +43,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum, value_parser};
 
 use crate::failure::Failure;
-use crate::options::{OutputArgs, PeerArg, SEED, duration, positive, size_bytes};
+use crate::options::{OutputArgs, PEER, PeerArg, SEED, duration, positive, size_bytes};
 use crate::results::Outcome;
 use crate::session::Session;
 use architecture::Architecture;
@@ -97,8 +97,7 @@ pub(crate) struct MetalArgs {
     /// Of the guest's kernel, or of the one with KVM.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, hide_short_help = true)]
     append: Option<String>,
-    /// Count the instructions of KVM on the same emulated machine, too
-    #[arg(long, value_name = "PEER", value_enum, default_value_t = PeerArg::Auto)]
+    #[arg(long, value_name = "PEER", value_enum, default_value_t = PeerArg::Auto, help = PEER)]
     peer: PeerArg,
     /// Time after which it counts as failed
     ///

@@ -88,7 +88,7 @@ pub(crate) struct ScaleArgs {
     iterations: u32,
     #[arg(long, value_name = "N", default_value = "1", help = SEED)]
     seed: Seed,
-    /// Run all oracles, seed after seed
+    /// Compare every harvest of the log with memory
     ///
     /// Instead of the systems: guests on modelled machines write and read, while other CPUs get the
     /// dirty log, move pages, and split huge pages. Oracles compare every read and every harvest,
