@@ -25,7 +25,7 @@ pub(crate) trait Named: Copy + PartialEq + Send + Sync + 'static {
     const HELP: &'static [&'static str] = &[];
 
     fn name(self) -> &'static str {
-        Self::NAMES.iter().find(|(value, _)| *value == self).map_or("", |(_, name)| name)
+        Self::NAMES.iter().find(|(value, _)| *value == self).expect("each value has a name").1
     }
 }
 
@@ -84,4 +84,37 @@ pub(crate) fn one_or_all<T: Named>(all: Option<&'static str>) -> impl TypedValue
         let values = T::NAMES.iter().filter(|(_, of_one)| !is_one || *of_one == name);
         OneOrAll { values: values.map(|(value, _)| *value).collect(), name }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_value_has_its_name() {
+        // A new value is an error here, and wants a name above.
+        let locking = |locking: Locking| match locking {
+            Locking::Exclusive => "exclusive",
+            Locking::Shared => "shared",
+            Locking::None => "none",
+        };
+        let access = |tracking: AccessTracking| match tracking {
+            AccessTracking::AccessedBit => "accessed-bit",
+            AccessTracking::Faults => "faults",
+        };
+        let dirty = |tracking: DirtyTracking| match tracking {
+            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => "write-protect",
+            DirtyTracking::DirtyBit => "dirty-bit",
+            DirtyTracking::PageModificationLog => "pml",
+        };
+        let protect = |protect: ManualProtect| match protect {
+            ManualProtect::Disabled => "disabled",
+            ManualProtect::Enabled => "enabled",
+            ManualProtect::InitiallySet => "initially-set",
+        };
+        Locking::NAMES.iter().for_each(|(value, _)| assert_eq!(value.name(), locking(*value)));
+        AccessTracking::NAMES.iter().for_each(|(value, _)| assert_eq!(value.name(), access(*value)));
+        DirtyTracking::NAMES.iter().for_each(|(value, _)| assert_eq!(value.name(), dirty(*value)));
+        ManualProtect::NAMES.iter().for_each(|(value, _)| assert_eq!(value.name(), protect(*value)));
+    }
 }
