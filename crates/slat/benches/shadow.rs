@@ -5,7 +5,7 @@
 //! since figures of two separate minutes cannot be compared on a shared machine. `-- harvest` has
 //! the harvests alone: the engine's part of a call that gets the dirty log of a memslot of 1 GiB,
 //! which the guest maps by pages of 4 KiB. `-- waits` has the waits for locks of more vCPUs than
-//! CPUs.
+//! CPUs, with holders that may be preempted and with holders that are not.
 
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
@@ -14,9 +14,15 @@
 mod guest_memory;
 
 #[cfg(not(any(loom, shuttle)))]
+#[path = "shadow/preemption.rs"]
+mod preemption;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "shadow/waits.rs"]
+mod waits;
+
+#[cfg(not(any(loom, shuttle)))]
 mod bench {
     use std::alloc::{Layout, alloc_zeroed, dealloc};
-    use std::cell::Cell;
     use std::hint::black_box;
     use std::sync::atomic::{AtomicU64, Ordering};
     use std::sync::{Arc, Barrier};
@@ -32,29 +38,29 @@ mod bench {
     };
 
     use super::guest_memory::Memory;
+    use super::preemption::Holders;
+    use super::waits::{waits, yield_now};
 
     /// Pages that each vCPU faults on in a round.
     const PAGES_PER_VCPU: u64 = 16 << 10;
     const MAX_VCPUS: u64 = 2;
     /// Pages of guest memory: those, and the guest's page tables behind them.
-    const NR_DATA: u64 = PAGES_PER_VCPU * MAX_VCPUS;
+    pub(super) const NR_DATA: u64 = PAGES_PER_VCPU * MAX_VCPUS;
     const SWITCHES: u64 = 1 << 20;
     /// Frames behind the data, for the guest's page tables.
-    const NR_TABLES: u64 = 1024;
+    pub(super) const NR_TABLES: u64 = 1024;
     /// Data pages of the guest whose log is harvested.
     const NR_LOGGED: u64 = 1 << 18;
 
     /// `cargo test --bench` passes no `--bench`: then it only has to run (`ci/benches.sh`).
-    fn nr_rounds() -> usize {
+    pub(super) fn nr_rounds() -> usize {
         if std::env::args().any(|argument| argument == "--bench") { 11 } else { 1 }
     }
 
-    thread_local! {
-        /// How often the thread has yielded in the engine, and for how many nanoseconds.
-        static YIELDS: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
+    pub(super) struct BenchHost {
+        memory: Memory,
+        holders: Holders,
     }
-
-    struct BenchHost(Memory);
 
     // SAFETY: the global allocator hands out each page-table page once; no CPU walks them.
     unsafe impl Host for BenchHost {
@@ -76,7 +82,7 @@ mod bench {
         }
 
         fn resolve(&self, _: &(), _: Gfn, page: u64, _: Access) -> Result<Resolved, Unresolved> {
-            Ok(Resolved::memory(Pfn((self.0.start() >> 12) + page), PageSize::Size4K))
+            Ok(Resolved::memory(Pfn((self.memory.start() >> 12) + page), PageSize::Size4K))
         }
 
         fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {
@@ -86,9 +92,15 @@ mod bench {
         fn flush(&self, _: &[GfnRange]) {}
 
         fn yield_now(&self) {
-            let start = Instant::now();
-            thread::yield_now();
-            YIELDS.set((YIELDS.get().0 + 1, YIELDS.get().1 + start.elapsed().as_nanos() as u64));
+            yield_now(self.holders);
+        }
+
+        fn preempt_disable(&self) {
+            self.holders.disable();
+        }
+
+        fn preempt_enable(&self) {
+            self.holders.enable();
         }
 
         fn timestamp_ns(&self) -> u64 {
@@ -96,16 +108,25 @@ mod bench {
         }
     }
 
-    struct World {
-        vm: Arc<Vm<BenchHost, Npt>>,
+    pub(super) struct World {
+        pub(super) vm: Arc<Vm<BenchHost, Npt>>,
         nr_data: u64,
-        cr3: u64,
+        pub(super) cr3: u64,
     }
 
     impl World {
         fn new(strategy: ShadowStrategy, nr_data: u64, flags: MemoryRegionFlags) -> World {
+            World::with_holders(Holders::MayBePreempted, strategy, nr_data, flags)
+        }
+
+        pub(super) fn with_holders(
+            holders: Holders,
+            strategy: ShadowStrategy,
+            nr_data: u64,
+            flags: MemoryRegionFlags,
+        ) -> World {
             let nr_frames = nr_data + NR_TABLES;
-            let host = BenchHost(Memory::new(nr_frames, 2 << 20));
+            let host = BenchHost { memory: Memory::new(nr_frames, 2 << 20), holders };
             let shadow = ShadowPaging { strategy, ..ShadowPaging::default() };
             let vm = Arc::new(Vm::with_shadow_paging(host, Config::default(), shadow).unwrap());
             let region = MemoryRegion {
@@ -125,7 +146,7 @@ mod bench {
         fn word(&self, gpa: u64) -> &AtomicU64 {
             let host = self.vm.host();
             // SAFETY: inside the memory, and aligned.
-            unsafe { &*host.table_ptr(Hpa(host.0.start() + gpa)).cast::<AtomicU64>() }
+            unsafe { &*host.table_ptr(Hpa(host.memory.start() + gpa)).cast::<AtomicU64>() }
         }
 
         /// The guest's page tables map all data pages at their own addresses. Behind them are those
@@ -151,7 +172,7 @@ mod bench {
             assert!(next < self.nr_data + NR_TABLES);
         }
 
-        fn vcpu(&self, cr3: u64) -> Vcpu<BenchHost, Npt> {
+        pub(super) fn vcpu(&self, cr3: u64) -> Vcpu<BenchHost, Npt> {
             let mut vcpu = self.vm.create_vcpu().unwrap();
             let registers =
                 PagingRegisters { cr0: 1 << 31 | 1 << 16 | 1, cr3, cr4: 1 << 17 | 1 << 5, efer: 1 << 11 | 1 << 8 };
@@ -292,92 +313,6 @@ mod bench {
             let how = if is_scattered { "scattered" } else { "in a run" };
             println!("harvest of {nr_dirty} pages {how}: {:.1} us, {:.2} ns a page", ns / 1e3, ns / nr_dirty as f64);
         }
-    }
-
-    /// The calls of one kind that have waited: for how many nanoseconds each.
-    #[derive(Default)]
-    struct Waits {
-        nr_calls: u64,
-        waits_ns: Vec<u64>,
-    }
-
-    impl Waits {
-        /// Counts a call. `nr_free` yields are no waits: they come before the end of the call.
-        fn count<T>(&mut self, nr_free: u64, call: impl FnOnce() -> T) -> T {
-            YIELDS.set((0, 0));
-            let result = call();
-            let (nr_yields, ns) = YIELDS.get();
-            self.nr_calls += 1;
-            if nr_yields > nr_free {
-                self.waits_ns.push(ns);
-            }
-            result
-        }
-
-        fn print(mut self, what: &str) {
-            self.waits_ns.sort_unstable();
-            let Waits { nr_calls, waits_ns } = self;
-            let at =
-                |part: f64| waits_ns.get((waits_ns.len() as f64 * part) as usize).map_or(0.0, |&ns| ns as f64 / 1e3);
-            println!(
-                "{what}: {nr_calls} calls, {} waited and yielded: median {:.1} us, 90% {:.1} us, longest {:.1} us",
-                waits_ns.len(),
-                at(0.5),
-                at(0.9),
-                waits_ns.last().map_or(0.0, |&ns| ns as f64 / 1e3),
-            );
-        }
-    }
-
-    /// More vCPUs than CPUs, all in the pages of one guest table, beside a thread that harvests.
-    fn waits() {
-        const NR_VCPUS: usize = 6;
-        const NR_PAGES: u64 = 64;
-        let seconds = if nr_rounds() > 1 { 5.0 } else { 0.1 };
-        let world = World::new(ShadowStrategy::RootCache, NR_DATA, MemoryRegionFlags::LOG_DIRTY_PAGES);
-        let mut vcpus: Vec<_> = (0..NR_VCPUS).map(|_| world.vcpu(world.cr3)).collect();
-        let write = GuestAccess { access: Access::Write, privilege: Privilege::User };
-        let start = Instant::now();
-        let is_over = || start.elapsed().as_secs_f64() > seconds;
-        let (mut faults, mut flushes, mut harvests) = (Waits::default(), Waits::default(), Waits::default());
-        thread::scope(|scope| {
-            let threads: Vec<_> = vcpus
-                .iter_mut()
-                .enumerate()
-                .map(|(nth, vcpu)| {
-                    scope.spawn(move || {
-                        let (mut faults, mut flushes) = (Waits::default(), Waits::default());
-                        let mut page = nth as u64;
-                        while !is_over() {
-                            page = (page * 5 + 3) % NR_PAGES;
-                            // A fault that finds a lock held yields once, and resumes the guest.
-                            let outcome = faults.count(1, || vcpu.handle_page_fault(Gva(page << 12), write));
-                            assert_eq!(outcome, Ok(Outcome::Resume));
-                            black_box(vcpu.entry().unwrap());
-                            if page % 8 == 0 {
-                                assert_eq!(flushes.count(0, || vcpu.invlpg(Gva(page << 12))), Ok(Outcome::Resume));
-                            }
-                        }
-                        (faults, flushes)
-                    })
-                })
-                .collect();
-            let mut bitmap = vec![0; ((NR_DATA + NR_TABLES) / 64) as usize];
-            while !is_over() {
-                harvests.count(0, || world.vm.get_dirty_log(0, &mut bitmap)).unwrap();
-            }
-            for thread in threads {
-                let (more_faults, more_flushes) = thread.join().unwrap();
-                for (sum, more) in [(&mut faults, more_faults), (&mut flushes, more_flushes)] {
-                    sum.nr_calls += more.nr_calls;
-                    sum.waits_ns.extend(more.waits_ns);
-                }
-            }
-        });
-        println!("{NR_VCPUS} vCPUs and a thread that harvests:");
-        faults.print("  page faults");
-        flushes.print("  INVLPG");
-        harvests.print("  harvests");
     }
 
     pub(super) fn main() {

@@ -63,7 +63,8 @@
 //!     - [`Host::resolve_resident`] for fault-around.
 //!     - [`Host::resolve_private`] for guest_memfds.
 //!     - [`Host::drain_modification_logs`] for page-modification logging.
-//!     - [`Host::guest_memory_ptr`] for [`shadow`](mod@crate::shadow) paging.
+//!     - [`Host::guest_memory_ptr`] for [`shadow`](mod@crate::shadow) paging; in a kernel also
+//!       [`Host::preempt_disable`] and [`Host::preempt_enable`].
 //!     - [`Host::clean_ptes`] for IOMMUs that read page tables past the CPUs' caches.
 //!
 //! # CPUs that are programs
@@ -246,6 +247,8 @@
 //!   held.
 //! - [`guest_memory_ptr`](Host::guest_memory_ptr): shadow paging. The lock of the guest frame is
 //!   held.
+//! - [`preempt_disable`](Host::preempt_disable), [`preempt_enable`](Host::preempt_enable): shadow
+//!   paging, around each lock of a guest frame or of a shadow page. A guard may be held.
 //! - [`should_yield`](Host::should_yield): long calls. Guard and lock are held.
 //! - [`needs_zapped_leaves`](Host::needs_zapped_leaves),
 //!   [`has_barrier_on_all_cpus`](Host::has_barrier_on_all_cpus): [`Vm::new`]. Nothing is held.
@@ -328,7 +331,8 @@
 //!   fault; longer while PTEs are compared or zapped, or many leaf PTEs map one frame. A page fault
 //!   that finds one held, or an emulated write to the same guest page table, does not wait: it
 //!   returns, and the guest comes back. But the guest's flushes and emulated writes, harvests,
-//!   invalidations, and page faults as named above wait for a holder that was preempted.
+//!   invalidations, and page faults as named above wait for the holder; also for one that was
+//!   preempted, if the host cannot see to it that none is ([`Host::preempt_disable`]).
 //!
 //! # How much stack each call takes
 //! An optimized build for x86-64 uses at most 2 KiB of stack for any call, and 1 KiB for

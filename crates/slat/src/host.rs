@@ -421,9 +421,32 @@ pub unsafe trait Host: Send + Sync {
     /// again, until the invalidation is dropped.
     ///
     /// It may block, but not for a vCPU: with shadow paging, a thread that waits for the lock of a
-    /// guest frame calls it while it holds the lock of a shadow page.
+    /// guest frame calls it while it holds the lock of a shadow page. If preemption is disabled
+    /// ([`preempt_disable`](Host::preempt_disable)), it must not give the CPU away, and only waits
+    /// for a moment.
     #[inline]
     fn yield_now(&self) {}
+
+    /// Keeps the calling thread on its CPU until as many calls of
+    /// [`preempt_enable`](Host::preempt_enable) have followed as there were of this: a hypervisor in
+    /// a kernel counts, and its scheduler preempts no thread whose count is not zero. Interrupts
+    /// stay enabled.
+    ///
+    /// Shadow paging calls it before it takes the lock of a guest frame or of a shadow page, of
+    /// which a thread may hold several. So no thread waits for a holder that was preempted. Meanwhile
+    /// it calls [`table_ptr`](Host::table_ptr), [`guest_memory_ptr`](Host::guest_memory_ptr) and, if
+    /// it waits for another lock, [`yield_now`](Host::yield_now), and nothing that may block.
+    ///
+    /// The default does nothing. Then some calls wait until the scheduler lets a preempted holder go
+    /// on: [the guide](crate::guide#the-promise-and-where-it-ends) has the list.
+    #[inline]
+    fn preempt_disable(&self) {}
+
+    /// Ends what the last [`preempt_disable`](Host::preempt_disable) that has not ended yet began. It
+    /// may preempt the thread at once, if that was the first one, and returns when the thread runs
+    /// again. No lock of shadow paging is held then, but perhaps a guard.
+    #[inline]
+    fn preempt_enable(&self) {}
 
     /// A clock that never goes backwards, in nanoseconds. Read for every wait for the lock and for
     /// a sample of the faults. A constant is allowed: [`Stats`](crate::stats::Stats) then has no

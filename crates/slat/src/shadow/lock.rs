@@ -5,8 +5,12 @@
 //! A lock excludes all other holders. A thread that takes it reads what earlier holders stored.
 //!
 //! Here, and at the optional lock of a VM (feature `baselines`), and nowhere else in the engine, a
-//! thread can wait for one that was preempted. It yields its CPU meanwhile. A page fault does not:
-//! it looks for a few turns ([`Briefly`]), and then resumes the guest, which faults again.
+//! thread can wait for one that was preempted: where the host cannot keep a holder from being
+//! preempted ([`Host::preempt_disable`]). It yields its CPU meanwhile. A page fault does not: it
+//! looks for a few turns ([`Briefly`]), and then resumes the guest, which faults again.
+//!
+//! Preemption is disabled before a lock is taken and enabled after it is released. So a thread is
+//! never preempted with a lock, and a waiter waits only for what its holder still has to do.
 //!
 //! # Use
 //! There is one lock for each guest frame in use and one for each shadow page, so that vCPUs meet
@@ -61,14 +65,14 @@ pub(super) trait Wait {
     /// What it may get instead of the lock.
     type Busy;
 
-    fn lock<'l, H: Host>(lock: &'l WordLock, host: &H) -> Result<WordGuard<'l>, Self::Busy>;
+    fn lock<'l, H: Host>(lock: &'l WordLock, host: &'l H) -> Result<WordGuard<'l, H>, Self::Busy>;
 
     /// As [`WordLock::lock_while`].
     fn lock_while<'l, H: Host>(
         lock: &'l WordLock,
-        host: &H,
+        host: &'l H,
         is_wanted: impl Fn() -> bool,
-    ) -> Result<Option<WordGuard<'l>>, Self::Busy>;
+    ) -> Result<Option<WordGuard<'l, H>>, Self::Busy>;
 }
 
 /// Waits until the lock is free, and yields the CPU meanwhile.
@@ -82,16 +86,16 @@ impl Wait for UntilFree {
     type Busy = Infallible;
 
     #[inline]
-    fn lock<'l, H: Host>(lock: &'l WordLock, host: &H) -> Result<WordGuard<'l>, Infallible> {
+    fn lock<'l, H: Host>(lock: &'l WordLock, host: &'l H) -> Result<WordGuard<'l, H>, Infallible> {
         Ok(lock.lock(host))
     }
 
     #[inline]
     fn lock_while<'l, H: Host>(
         lock: &'l WordLock,
-        host: &H,
+        host: &'l H,
         is_wanted: impl Fn() -> bool,
-    ) -> Result<Option<WordGuard<'l>>, Infallible> {
+    ) -> Result<Option<WordGuard<'l, H>>, Infallible> {
         Ok(lock.lock_while(host, is_wanted))
     }
 }
@@ -100,16 +104,16 @@ impl Wait for Briefly {
     type Busy = Busy;
 
     #[inline]
-    fn lock<'l, H: Host>(lock: &'l WordLock, _: &H) -> Result<WordGuard<'l>, Busy> {
-        lock.try_lock().or_else(|| lock.spin()).ok_or(Busy)
+    fn lock<'l, H: Host>(lock: &'l WordLock, host: &'l H) -> Result<WordGuard<'l, H>, Busy> {
+        lock.try_lock(host).or_else(|| lock.spin(host)).ok_or(Busy)
     }
 
     #[inline]
     fn lock_while<'l, H: Host>(
         lock: &'l WordLock,
-        host: &H,
+        host: &'l H,
         is_wanted: impl Fn() -> bool,
-    ) -> Result<Option<WordGuard<'l>>, Busy> {
+    ) -> Result<Option<WordGuard<'l, H>>, Busy> {
         if !is_wanted() {
             return Ok(None);
         }
@@ -118,8 +122,12 @@ impl Wait for Briefly {
     }
 }
 
+/// A lock that this thread holds, which is not preempted meanwhile if the host can see to that.
 #[must_use]
-pub(super) struct WordGuard<'l>(&'l WordLock);
+pub(super) struct WordGuard<'l, H: Host> {
+    lock: &'l WordLock,
+    host: &'l H,
+}
 
 impl WordLock {
     #[cfg(loom)]
@@ -129,8 +137,8 @@ impl WordLock {
 
     /// Takes the lock, and waits until it is free.
     #[inline]
-    pub(super) fn lock<H: Host>(&self, host: &H) -> WordGuard<'_> {
-        match self.try_lock() {
+    pub(super) fn lock<'l, H: Host>(&'l self, host: &'l H) -> WordGuard<'l, H> {
+        match self.try_lock(host) {
             Some(guard) => guard,
             None => self.wait(host),
         }
@@ -139,21 +147,29 @@ impl WordLock {
     /// Takes the lock, if it is free. Its last access of memory is an atomic read-modify-write,
     /// unless the answer is `None`.
     #[inline]
-    pub(super) fn try_lock(&self) -> Option<WordGuard<'_>> {
+    pub(super) fn try_lock<'l, H: Host>(&'l self, host: &'l H) -> Option<WordGuard<'l, H>> {
+        host.preempt_disable();
         // Acquire: reads what earlier holders stored.
-        self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).ok()?;
+        if self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            host.preempt_enable();
+            return None;
+        }
         // A store-load pair with `is_free`.
         fence_after_rmw();
-        Some(WordGuard(self))
+        Some(WordGuard { lock: self, host })
     }
 
     /// As [`lock`](Self::lock), but only while `is_wanted`. `None` if that ends before the lock is
     /// taken.
     #[inline]
-    pub(super) fn lock_while<H: Host>(&self, host: &H, is_wanted: impl Fn() -> bool) -> Option<WordGuard<'_>> {
+    pub(super) fn lock_while<'l, H: Host>(
+        &'l self,
+        host: &'l H,
+        is_wanted: impl Fn() -> bool,
+    ) -> Option<WordGuard<'l, H>> {
         let mut nr_turns = 0_u32;
         while is_wanted() {
-            if let Some(guard) = self.try_if_free() {
+            if let Some(guard) = self.try_if_free(host) {
                 // Once more: from here on, what ends it needs the lock.
                 return is_wanted().then_some(guard);
             }
@@ -163,19 +179,19 @@ impl WordLock {
     }
 
     #[cold]
-    fn spin(&self) -> Option<WordGuard<'_>> {
+    fn spin<'l, H: Host>(&'l self, host: &'l H) -> Option<WordGuard<'l, H>> {
         (0..SPINS_BRIEFLY).find_map(|_| {
             spin_loop();
-            self.try_if_free()
+            self.try_if_free(host)
         })
     }
 
     #[cold]
-    fn wait<H: Host>(&self, host: &H) -> WordGuard<'_> {
+    fn wait<'l, H: Host>(&'l self, host: &'l H) -> WordGuard<'l, H> {
         let mut nr_turns = 0_u32;
         loop {
             relax(host, &mut nr_turns);
-            if let Some(guard) = self.try_if_free() {
+            if let Some(guard) = self.try_if_free(host) {
                 return guard;
             }
         }
@@ -183,8 +199,8 @@ impl WordLock {
 
     /// As [`try_lock`](Self::try_lock), with a look first, which leaves the line where it is.
     #[inline]
-    fn try_if_free(&self) -> Option<WordGuard<'_>> {
-        if self.0.load(Ordering::Relaxed) == FREE { self.try_lock() } else { None }
+    fn try_if_free<'l, H: Host>(&'l self, host: &'l H) -> Option<WordGuard<'l, H>> {
+        if self.0.load(Ordering::Relaxed) == FREE { self.try_lock(host) } else { None }
     }
 
     /// Whether no thread holds the lock. If the caller asks after a full fence and the lock is
@@ -196,10 +212,12 @@ impl WordLock {
     }
 }
 
-impl Drop for WordGuard<'_> {
+impl<H: Host> Drop for WordGuard<'_, H> {
     #[inline]
     fn drop(&mut self) {
-        self.0.0.store(FREE, Ordering::Release);
+        // Release: the next holder reads what this one stored.
+        self.lock.0.store(FREE, Ordering::Release);
+        self.host.preempt_enable();
     }
 }
 

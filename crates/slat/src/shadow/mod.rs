@@ -343,11 +343,14 @@ impl<'v, H: Host> Mmu<'v, H> {
         &self,
         frame: &'f Frame,
         gfn: Gfn,
-    ) -> Result<(WordGuard<'f>, Option<SecondStage>), W::Busy> {
+    ) -> Result<(WordGuard<'f, H>, Option<SecondStage>), W::Busy>
+    where
+        'v: 'f,
+    {
         // One fence for the guard and the lock. A thread that has to wait opens no guard meanwhile.
         // SAFETY: all of an `Mmu` is of one VM. `try_lock` ends with a read-modify-write if it returns
         // the lock.
-        let pinned = unsafe { self.tree.epochs.pin_by_rmw(self.participant, || frame.lock.try_lock()) };
+        let pinned = unsafe { self.tree.epochs.pin_by_rmw(self.participant, || frame.lock.try_lock(self.host())) };
         Ok(match pinned {
             Some((guard, held)) => (held, self.second_stage_in(&guard, gfn)),
             None => {

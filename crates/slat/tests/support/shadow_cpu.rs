@@ -19,6 +19,8 @@ use std::sync::{Arc, Mutex};
 mod cpu;
 #[path = "guest_memory.rs"]
 pub mod guest_memory;
+#[path = "shadow_cpu/preempt_count.rs"]
+pub mod preempt_count;
 
 pub use cpu::*;
 use guest_memory::Memory;
@@ -117,6 +119,7 @@ unsafe impl Host for ShadowHost {
     type Backing = u64;
 
     fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
+        preempt_count::assert_enabled();
         self.tables.lock().unwrap().nr_live += 1;
         // SAFETY: a page-table page has a size.
         Some(Hpa(unsafe { alloc_zeroed(table_layout(layout)) }.expose_provenance() as u64 + BIAS))
@@ -143,6 +146,7 @@ unsafe impl Host for ShadowHost {
     }
 
     fn resolve(&self, first: &u64, _: Gfn, page: u64, _: Access) -> Result<Resolved, Unresolved> {
+        preempt_count::assert_enabled();
         let page = first + page;
         dawdle();
         self.nr_resolves.fetch_add(1, Ordering::Relaxed);
@@ -159,10 +163,12 @@ unsafe impl Host for ShadowHost {
     }
 
     fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {
+        preempt_count::assert_disabled();
         (!self.has_no_pointers.load(Ordering::Relaxed)).then(|| self.table_ptr(frame.hpa()))
     }
 
     fn flush(&self, _: &[GfnRange]) {
+        preempt_count::assert_enabled();
         dawdle();
         self.nr_flushes.fetch_add(1, Ordering::SeqCst);
         // Pairs with the fence in `Cpu::during_access`.
@@ -177,6 +183,14 @@ unsafe impl Host for ShadowHost {
 
     fn yield_now(&self) {
         pause();
+    }
+
+    fn preempt_disable(&self) {
+        preempt_count::disable();
+    }
+
+    fn preempt_enable(&self) {
+        preempt_count::enable();
     }
 
     fn timestamp_ns(&self) -> u64 {

@@ -11,7 +11,7 @@ use slat::shadow::{GuestAccess, Gva, LocalFlush, PagingRegisters, Privilege, Sha
 use slat::{Access, Config, Exit, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegionFlags, Outcome, PageSize, Pfn, Vcpu, Vm};
 
 use crate::shadow_cpu::guest_memory::Memory;
-use crate::shadow_cpu::{ADDRESS, Cached, P, U, W, index, region, registers_with_pcids, walk};
+use crate::shadow_cpu::{ADDRESS, Cached, P, U, W, index, preempt_count, region, registers_with_pcids, walk};
 
 /// The difference between a host-physical address and a pointer.
 const BIAS: u64 = 1 << 47;
@@ -43,6 +43,7 @@ unsafe impl Host for OneCpuHost {
     type Backing = ();
 
     fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
+        preempt_count::assert_enabled();
         self.live_tables.fetch_add(1, Ordering::Relaxed);
         // SAFETY: a page-table page has a size.
         Some(Hpa(unsafe { alloc_zeroed(layout) }.expose_provenance() as u64 + BIAS))
@@ -59,6 +60,7 @@ unsafe impl Host for OneCpuHost {
     }
 
     fn resolve(&self, _: &(), _: Gfn, page: u64, _: Access) -> Result<Resolved, Unresolved> {
+        preempt_count::assert_enabled();
         let frames = self.frames.lock().unwrap();
         let frame = *frames.get(page as usize).ok_or(Unresolved::Gone)?;
         let block = page & !511;
@@ -68,6 +70,7 @@ unsafe impl Host for OneCpuHost {
     }
 
     fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {
+        preempt_count::assert_disabled();
         let hook = {
             let mut under_lock = self.under_lock.lock().unwrap();
             if let Some((nr_more @ 1.., _)) = under_lock.as_mut() {
@@ -78,12 +81,13 @@ unsafe impl Host for OneCpuHost {
             }
         };
         if let Some((_, hook)) = hook {
-            hook();
+            preempt_count::as_another_thread(hook);
         }
         Some(self.table_ptr(frame.hpa()))
     }
 
     fn flush(&self, _: &[GfnRange]) {
+        preempt_count::assert_enabled();
         self.flushes.fetch_add(1, Ordering::Relaxed);
         let hook = self.in_flush.lock().unwrap().take();
         if let Some(hook) = hook {
@@ -94,6 +98,14 @@ unsafe impl Host for OneCpuHost {
     fn yield_now(&self) {
         let nr_yields = self.yields.fetch_add(1, Ordering::Relaxed);
         assert!(nr_yields < 1 << 20, "a thread waits for ever");
+    }
+
+    fn preempt_disable(&self) {
+        preempt_count::disable();
+    }
+
+    fn preempt_enable(&self) {
+        preempt_count::enable();
     }
 
     fn timestamp_ns(&self) -> u64 {
@@ -364,6 +376,7 @@ impl World {
 
     /// Nothing is left when the guest is dropped.
     pub fn check_end(self) {
+        preempt_count::assert_enabled();
         let World { vm, vcpu, .. } = self;
         drop(vcpu);
         let mut gone = region(NR_FRAMES, MemoryRegionFlags::empty(), None);
