@@ -2,9 +2,9 @@
 //!
 //! # Use
 //! Take the format of the hardware: [`Ept`] for Intel, [`Npt`] for AMD, [`Stage2`] for Arm,
-//! [`Sv39x4`], [`Sv48x4`] or [`Sv57x4`] for RISC-V, and [`Vtd`] for Intel's IOMMUs, in a tree beside that of
-//! the CPUs. Its page says what the control registers must hold. With shadow paging the format is
-//! [`Npt`] ([`shadow`](mod@crate::shadow)).
+//! [`Sv39x4`], [`Sv48x4`] or [`Sv57x4`] for RISC-V, and [`Vtd`] for Intel's IOMMUs, in a tree beside
+//! that of the CPUs. Its page says what the control registers must hold. With shadow paging the
+//! format is [`Npt`] ([`shadow`](mod@crate::shadow)).
 //!
 //! A CPU that is a program walks the tables by the constants and functions of its [`Format`]
 //! ([`guide`](crate::guide#cpus-that-are-programs)).

@@ -283,12 +283,12 @@ impl Bitmap {
     fn skip_clean(&self, range: Range<usize>) -> usize {
         let first = range.start / GROUP_WORDS;
         let groups = &self.summary[first..range.end.div_ceil(GROUP_WORDS).max(first)];
-        let has_marks = |summary: &AtomicU64| {
+        let has_marks = |(_group, summary): (usize, &AtomicU64)| {
             let words = summary.load(Ordering::Relaxed);
-            record!(SummarySkipped { group: first as u64, words: if words == 0 { u64::MAX } else { 0 } });
+            record!(SummarySkipped { group: _group as u64, words: if words == 0 { u64::MAX } else { 0 } });
             words != 0
         };
-        match groups.iter().position(has_marks) {
+        match (first..).zip(groups).position(has_marks) {
             Some(0) => range.start,
             Some(nr_clean) => (first + nr_clean) * GROUP_WORDS,
             None => range.end.max(range.start),
