@@ -1,7 +1,5 @@
 //! The outcome of a command: a text for people, and one object for `--json` (`slat-results`).
 
-use std::io;
-
 pub(crate) use slat_results::results::*;
 
 use crate::failure::Failure;
@@ -36,14 +34,10 @@ impl From<Shortfall> for Failure {
 }
 
 impl Outcome {
-    /// An outcome of `results` and the text that `print` writes.
-    pub(crate) fn new(
-        results: Results,
-        print: impl FnOnce(&mut Vec<u8>) -> io::Result<()>,
-    ) -> Result<Outcome, Failure> {
-        let mut text = Vec::new();
-        print(&mut text).map_err(Failure::Print)?;
-        let text = String::from_utf8_lossy(&text).into_owned();
-        Ok(Outcome { text, results: Some(results), shortfall: None })
+    /// An outcome of `results` and the text that `print` adds.
+    pub(crate) fn new(results: Results, print: impl FnOnce(&mut String)) -> Outcome {
+        let mut text = String::new();
+        print(&mut text);
+        Outcome { text, results: Some(results), shortfall: None }
     }
 }

@@ -167,11 +167,11 @@ pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failur
             let figures = run_once(series)?;
             series.runs.push(figures);
             progress.step();
-            session.so_far(outcome(&all)?);
+            session.so_far(outcome(&all));
         }
     }
     drop(progress);
-    outcome(&all)
+    Ok(outcome(&all))
 }
 
 fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session: &Session) -> Result<Run, Failure> {

@@ -122,7 +122,7 @@ struct Progressing {
 
 impl Progressing {
     /// The outcome so far; `current` is the unfinished system.
-    fn outcome(&self, current: Option<&System>) -> Result<Outcome, Failure> {
+    fn outcome(&self, current: Option<&System>) -> Outcome {
         let systems: Vec<&System> = self.done.iter().chain(current).collect();
         let of_all = claims::claims(systems.iter().copied());
         let text = current.map(claims::system).unwrap_or_default() + &claims::closing(&of_all, &self.failures);
@@ -139,7 +139,7 @@ impl Progressing {
         let results = Results::new("compare", config, Host::read(None), vec![wall.with_better(None)]);
         let compared = Compared { systems: systems.into_iter().cloned().collect(), claims: of_all };
         let results = Results { compared: Some(compared), ..results };
-        Ok(Outcome { text, results: Some(results), shortfall })
+        Outcome { text, results: Some(results), shortfall }
     }
 }
 
@@ -155,9 +155,9 @@ pub(crate) fn run(args: &CompareArgs, session: &Session) -> Result<Outcome, Fail
                 let (all, plan, experiments, not_run) =
                     (all.clone(), plan.clone(), experiments.clone(), not_run.clone());
                 session.within(move |part: Outcome| {
-                    let experiments = [experiments.clone(), vec![part.results.clone()]].concat();
+                    let experiments = [experiments.clone(), vec![part.results]].concat();
                     let current = evaluate(&plan, &experiments, not_run.clone());
-                    all.outcome(Some(&current)).unwrap_or(part)
+                    all.outcome(Some(&current))
                 })
             };
             match run_planned(planned, &part, &mut not_run) {
@@ -173,9 +173,9 @@ pub(crate) fn run(args: &CompareArgs, session: &Session) -> Result<Outcome, Fail
         done.not_run.extend(missing(&plan, &experiments));
         session.say(&claims::system(&done))?;
         all.done.push(done);
-        session.so_far(all.outcome(None)?);
+        session.so_far(all.outcome(None));
     }
-    all.outcome(None)
+    Ok(all.outcome(None))
 }
 
 /// Runs an experiment, or its replacement; returns its results. `None` if this machine can serve

@@ -1,6 +1,5 @@
 //! What `slat metal` prints and writes in the end, and how it judges.
 
-use std::io::{self, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::time::Duration;
 
@@ -11,7 +10,6 @@ use super::migration::BothEnded;
 use super::plan::Plan;
 use super::protocol::{Check, Verdict};
 use super::{ControlArg, MachineArg};
-use crate::failure::Failure;
 use crate::options::ValueName;
 use crate::quantity::{Unit, quantity};
 use crate::results::{EMULATED_CPUS, Figure, Host, Labels, Outcome, Results, Shortfall, cell, labels};
@@ -35,12 +33,12 @@ enum Judged {
 type Measured = [(String, Unit, Vec<f64>)];
 
 /// The outcome of a run.
-pub(super) fn outcome(plan: &Plan, machine: &Machine, ended: &Ended) -> Result<Outcome, Failure> {
+pub(super) fn outcome(plan: &Plan, machine: &Machine, ended: &Ended) -> Outcome {
     conclude(plan, machine, verdict(plan, ended), &ended.figures, ended.time)
 }
 
 /// The outcome of a migration.
-pub(super) fn outcome_of_both(plan: &Plan, machine: &Machine, ended: BothEnded) -> Result<Outcome, Failure> {
+pub(super) fn outcome_of_both(plan: &Plan, machine: &Machine, ended: BothEnded) -> Outcome {
     let BothEnded { source, target } = ended;
     let verdict = both(verdict(plan, &source), target.as_ref().map(|target| verdict(plan, target)));
     let (mut figures, mut time) = (source.figures, source.time);
@@ -78,18 +76,18 @@ fn conclude(
     verdict: Result<Verdict, String>,
     measured: &Measured,
     time: Duration,
-) -> Result<Outcome, Failure> {
+) -> Outcome {
     let is_control = plan.control != ControlArg::None;
     // A control may be noticed before the first checkpoint.
     let walked = Walked { outside: plan.walks_outside() && !is_control, on_nodes: plan.nr_nodes > 1 };
     let judged = judge(plan.control, verdict).and(|| walked.check(measured));
     let results = results(plan, machine, measured, time, &judged);
-    let outcome = Outcome::new(results, |out| print(out, measured, time, &judged))?;
+    let outcome = Outcome::new(results, |out| print(out, measured, time, &judged));
     let shortfall = match judged {
         Judged::Right(_) => None,
         Judged::Wrong(why) => Some(Shortfall::Check(why)),
     };
-    Ok(Outcome { shortfall, ..outcome })
+    Outcome { shortfall, ..outcome }
 }
 
 impl Judged {
@@ -193,17 +191,17 @@ pub(super) fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
     }
 }
 
-fn print(out: &mut impl Write, measured: &Measured, time: Duration, judged: &Judged) -> io::Result<()> {
+fn print(out: &mut String, measured: &Measured, time: Duration, judged: &Judged) {
     let mut table = table::figures(["figure".to_owned(), "value".to_owned()]);
     for (name, unit, samples) in measured {
         table.add_row([name.replace('_', " "), cell(&samples.iter().copied().collect(), *unit)]);
     }
     table.add_row(["wall".to_owned(), quantity(time.as_secs_f64(), Unit::Seconds)]);
-    writeln!(out, "\n{table}\n")?;
+    add_line!(out, "\n{table}\n");
     match judged {
-        Judged::Right(text) => writeln!(out, "{text}"),
+        Judged::Right(text) => add_line!(out, "{text}"),
         // The command says why.
-        Judged::Wrong(_) => Ok(()),
+        Judged::Wrong(_) => {}
     }
 }
 

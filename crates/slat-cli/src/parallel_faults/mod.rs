@@ -4,8 +4,6 @@
 mod kvm;
 mod published;
 
-use std::io::Write;
-
 use clap::Args;
 use serde_json::json;
 use slat::baselines::Locking;
@@ -62,10 +60,10 @@ pub(crate) fn run(
         let mut results = report.results("parallel-faults", json!({ "cpus": args.cpus, "peer": wanted.name() }));
         peer.complete(&mut results);
         Outcome::new(results, |out| {
-            report.print_head(out)?;
-            report.print_tables(out)?;
-            report.print_notes(out)?;
-            peer.notes(columns.get(lockings.len())).iter().try_for_each(|line| writeln!(out, "{line}"))?;
+            report.print_head(out);
+            report.print_tables(out);
+            report.print_notes(out);
+            peer.notes(columns.get(lockings.len())).iter().for_each(|line| add_line!(out, "{line}"));
             published::print(out, args.guest.overlap, is_shadow)
         })
     };

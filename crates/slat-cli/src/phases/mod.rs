@@ -107,7 +107,7 @@ pub(crate) fn measure(
     session: &Session,
     mut columns: Vec<Column>,
     nr_runs: u32,
-    outcome: impl Fn(&[Column]) -> Result<Outcome, Failure>,
+    outcome: impl Fn(&[Column]) -> Outcome,
     mut run: impl FnMut(u32, usize) -> Result<Run, Failure>,
 ) -> Result<Outcome, Failure> {
     let progress = session.progress(turns::nr_runs(nr_runs, columns.len()));
@@ -122,11 +122,11 @@ pub(crate) fn measure(
             let figures = run(number, which)?;
             columns[which].runs.push(figures);
             progress.step();
-            session.so_far(outcome(&columns)?);
+            session.so_far(outcome(&columns));
         }
     }
     drop(progress);
-    outcome(&columns)
+    Ok(outcome(&columns))
 }
 
 /// The machine that the options name.

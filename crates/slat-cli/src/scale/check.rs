@@ -3,7 +3,6 @@
 //! The parity of a seed decides the shape of its run. So a seed replays exactly, wherever it was in
 //! the sequence.
 
-use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -49,7 +48,7 @@ pub(super) fn run(args: &ScaleArgs, parameters: &Parameters, session: &Session) 
         progress.begin(title(&check));
         let run = check.run(&topology, parameters).map_err(|error| failure(args, &check, error))?;
         totals.add(&run.checked);
-        let outcome = Outcome::new(totals.results(args), |out| totals.print(out, args))?;
+        let outcome = Outcome::new(totals.results(args), |out| totals.print(out, args));
         if Instant::now() >= end {
             return Ok(outcome);
         }
@@ -103,9 +102,9 @@ impl Totals {
         ]
     }
 
-    fn print(&self, out: &mut impl Write, args: &ScaleArgs) -> io::Result<()> {
+    fn print(&self, out: &mut String, args: &ScaleArgs) {
         let counts = self.counts().map(|(_, words, nr)| format!("{words} {}", digits(nr as f64, true)));
-        writeln!(
+        add_line!(
             out,
             "{}: all oracles held\n\n\
              Seeds from {}, on the topology {TOPOLOGY}: even ones with 92 vCPUs on 96 CPUs, odd ones with 12 vCPUs on\n\
@@ -114,7 +113,7 @@ impl Totals {
             counts.join(", "),
             args.seed,
             replay(args, &format!("v{VERSION}:N"))
-        )
+        );
     }
 
     /// The object of `--json`.

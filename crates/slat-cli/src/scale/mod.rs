@@ -13,13 +13,6 @@
 //! The types of the engine here are those of `slat_costed`, which `slat_model` uses. They are not
 //! those of `slat`.
 
-/// Adds a line, of a format and its arguments, to a string.
-macro_rules! add_line {
-    ($text:expr, $($line:tt)+) => {
-        $text.push_str(&(format!($($line)+) + "\n"))
-    };
-}
-
 mod check;
 mod dirty_log;
 mod exits;
@@ -29,8 +22,6 @@ mod numa_split;
 mod parallel_faults;
 mod trace;
 mod userfault;
-
-use std::io::{self, Write};
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
@@ -194,17 +185,16 @@ impl Context<'_> {
             progress.begin(title);
             all.push(run(planned)?);
             progress.step();
-            self.so_far(part(&all))?;
+            self.so_far(part(&all));
         }
         Ok(part(&all))
     }
 
     /// Hands over what the system has so far.
-    fn so_far(&self, part: Part) -> Result<(), Failure> {
+    fn so_far(&self, part: Part) {
         let mut parts = self.done.to_vec();
         parts.push((self.system, part));
-        self.session.so_far(outcome(self.args, self.machines, &parts)?);
-        Ok(())
+        self.session.so_far(outcome(self.args, self.machines, &parts));
     }
 }
 
@@ -225,33 +215,33 @@ pub(crate) fn run(args: &ScaleArgs, session: &Session) -> Result<Outcome, Failur
         let part = (system.run)(&context)?;
         done.push((system.arg, part));
     }
-    outcome(args, &machines, &done)
+    Ok(outcome(args, &machines, &done))
 }
 
-fn outcome(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -> Result<Outcome, Failure> {
+fn outcome(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -> Outcome {
     Outcome::new(results(args, machines, parts), |out| print(out, args, parts))
 }
 
-fn print(out: &mut impl Write, args: &ScaleArgs, parts: &[(SystemArg, Part)]) -> io::Result<()> {
-    writeln!(
+fn print(out: &mut String, args: &ScaleArgs, parts: &[(SystemArg, Part)]) {
+    add_line!(
         out,
         "Modelled machines, at most {} for each vCPU, parameters: {}, seed {}",
         quantity(args.bytes as f64, Unit::Bytes),
         args.parameters.as_deref().unwrap_or("built-in"),
         args.seed
-    )?;
+    );
     for (system, part) in parts {
-        writeln!(out, "\n## {}\n\n{}", system.name(), part.text.trim_end())?;
+        add_line!(out, "\n## {}\n\n{}", system.name(), part.text.trim_end());
     }
     if args.trace {
-        writeln!(out, "\n## Traces")?;
-        parts.iter().flat_map(|(_, part)| &part.runs).try_for_each(|run| run.print(out))?;
+        add_line!(out, "\n## Traces");
+        parts.iter().flat_map(|(_, part)| &part.runs).for_each(|run| run.print(out));
     }
-    writeln!(
+    add_line!(
         out,
         "\nTimes are virtual: the engine's source runs on a model of the CPUs' caches, of the host and of the\n\
          guest. Two runs of one command line are the same."
-    )
+    );
 }
 
 /// The object of `--json`.

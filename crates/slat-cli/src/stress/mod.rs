@@ -168,12 +168,12 @@ pub(crate) fn run(args: &StressArgs, session: &Session) -> Result<Outcome, Failu
     thread::Builder::new().name("turns".to_owned()).spawn(turns).map_err(|error| no_thread(&error))?;
     loop {
         match receiver.recv_timeout(WATCH_PERIOD) {
-            Ok(result) => return result.and_then(|()| outcome()),
+            Ok(result) => return result.map(|()| outcome()),
             Err(RecvTimeoutError::Timeout) => {
                 watch
                     .look(Instant::now())
                     .map_err(|stuck| check_failed(format_args!("{stuck}, seed {}", args.seed)))?;
-                session.so_far(outcome()?);
+                session.so_far(outcome());
             }
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(check_failed(format_args!("the thread of the turns panicked, seed {}", args.seed)));

@@ -1,7 +1,5 @@
 //! The output: the lines of KVM's test, tables with the published figures, JSON.
 
-use std::io::{self, Write};
-
 use serde_json::json;
 use slat_machine::linux::topology::HostDescription;
 
@@ -105,17 +103,17 @@ impl Report<'_> {
         Some((platform, self.args.groups()))
     }
 
-    pub(super) fn print(&self, out: &mut impl Write) -> io::Result<()> {
-        self.print_head(out)?;
+    pub(super) fn print(&self, out: &mut String) {
+        self.print_head(out);
         if let [measured] = self.measured {
-            self.print_one(out, measured)?;
+            self.print_one(out, measured);
         } else {
-            self.print_groups(out)?;
+            self.print_groups(out);
         }
         self.print_notes(out)
     }
 
-    fn print_head(&self, out: &mut impl Write) -> io::Result<()> {
+    fn print_head(&self, out: &mut String) {
         let args = self.args;
         let sizes: Vec<String> = args
             .nr_vcpus()
@@ -125,7 +123,7 @@ impl Report<'_> {
                 format!("{} vCPUs, {} each", one.case.nr_vcpus, quantity(one.case.bytes_per_vcpu as f64, Unit::Bytes))
             })
             .collect();
-        writeln!(
+        add_line!(
             out,
             "{} ({} access), tables: {}, source: {}{}{}, runs: {}",
             sizes.join("; "),
@@ -134,57 +132,55 @@ impl Report<'_> {
             args.source.name(),
             if args.copier { " and a copier" } else { "" },
             if args.delay.is_zero() { String::new() } else { format!(", {:?} for each page", args.delay) },
-            args.nr_runs(),
-        )?;
+            args.nr_runs()
+        );
         if let [one] = self.measured {
             let case = &one.case;
-            write!(out, "mode: {}, memory: {}", case.mode, case.backing)?;
+            add!(out, "mode: {}, memory: {}", case.mode, case.backing);
             if case.mode.has_userfaultfd() {
-                write!(out, ", userfaultfd: {}, {} for each", case.uffds.describe(), readers(case.nr_readers))?;
+                add!(out, ", userfaultfd: {}, {} for each", case.uffds.describe(), readers(case.nr_readers));
             }
             if case.mode == Mode::Ring {
-                write!(out, ", resolver: a {}", args.resolver.name())?;
+                add!(out, ", resolver: a {}", args.resolver.name());
             }
-            writeln!(out)?;
+            add_line!(out, "");
         }
-        Ok(())
     }
 
     /// One case: each run in the lines of demand_paging_test, then all figures.
-    fn print_one(&self, out: &mut impl Write, measured: &Measured) -> io::Result<()> {
+    fn print_one(&self, out: &mut String, measured: &Measured) {
         for (index, run) in measured.runs.iter().enumerate() {
             if measured.runs.len() > 1 {
-                writeln!(out, "Run {}", index + 1)?;
+                add_line!(out, "Run {}", index + 1);
             }
             let time = run.total_time;
-            writeln!(out, "Finished creating vCPUs and starting uffd threads")?;
-            writeln!(out, "Started all vCPUs")?;
-            writeln!(out, "All vCPU threads joined")?;
-            writeln!(out, "Total guest execution time:\t{}.{:09}s", time.as_secs(), time.subsec_nanos())?;
-            writeln!(out, "Per-vcpu demand paging rate:\t{:.6} pgs/sec/vcpu", run.paging_rate)?;
-            writeln!(out, "Overall demand paging rate:\t{:.6} pgs/sec", overall_rate(run))?;
+            add_line!(out, "Finished creating vCPUs and starting uffd threads");
+            add_line!(out, "Started all vCPUs");
+            add_line!(out, "All vCPU threads joined");
+            add_line!(out, "Total guest execution time:\t{}.{:09}s", time.as_secs(), time.subsec_nanos());
+            add_line!(out, "Per-vcpu demand paging rate:\t{:.6} pgs/sec/vcpu", run.paging_rate);
+            add_line!(out, "Overall demand paging rate:\t{:.6} pgs/sec", overall_rate(run));
         }
         let mut table = table::figures([format!("of {} runs", measured.runs.len()), MEDIAN.to_owned()]);
         let has = |quantity: &&PerRun<Run>| !quantity.samples(&measured.runs).is_empty();
         table.add_per_run(QUANTITIES.iter().filter(has), &[&measured.runs]);
-        writeln!(out, "\n{table}\n")
+        add_line!(out, "\n{table}\n");
     }
 
     /// For each kind of memory and of descriptors its tables.
-    fn print_groups(&self, out: &mut impl Write) -> io::Result<()> {
+    fn print_groups(&self, out: &mut String) {
         let mut done: Vec<&Case> = Vec::new();
         for first in self.measured.iter().map(|measured| &measured.case) {
             if done.iter().any(|case| (case.backing, case.uffds) == (first.backing, first.uffds)) {
                 continue;
             }
             done.push(first);
-            self.print_group(out, first)?;
+            self.print_group(out, first);
         }
-        Ok(())
     }
 
-    fn print_group(&self, out: &mut impl Write, first: &Case) -> io::Result<()> {
-        writeln!(out, "\n{} memory, {}", first.backing, first.uffds.describe())?;
+    fn print_group(&self, out: &mut String, first: &Case) {
+        add_line!(out, "\n{} memory, {}", first.backing, first.uffds.describe());
         let with_published = |what: &str, unit, figure: &dyn Fn(&Measured) -> Option<Samples>, published| {
             let published = Published { value: published, unit };
             self.table(first, what, Some(published), &|measured| Some(cell(&figure(measured)?, unit)))
@@ -192,13 +188,13 @@ impl Report<'_> {
         let title = format!("pages a second for each vCPU, {MEDIAN} of {} runs", self.args.nr_runs());
         let rates =
             with_published(&title, Unit::PerSecond, &|measured| Some(RATE.samples(&measured.runs)), Group::rate);
-        writeln!(out, "\n{rates}")?;
+        add_line!(out, "\n{rates}");
         let of_none = |measured: &Measured| Some(ratios(measured, self.none(&measured.case)?));
         if self.measured.iter().any(|measured| self.none(&measured.case).is_some()) {
             let shares = with_published("times the rate of none", Unit::Ratio, &of_none, |group, mode, nr_vcpus| {
                 Some(group.rate(mode, nr_vcpus)? / group.rate(Mode::None, nr_vcpus)?)
             });
-            writeln!(out, "\n{shares}")?;
+            add_line!(out, "\n{shares}");
         }
         let of_best = |measured: &Measured| Some(ratios(measured, self.best_userfaultfd(&measured.case)?));
         if self.measured.iter().any(|measured| self.best_userfaultfd(&measured.case).is_some()) {
@@ -206,14 +202,13 @@ impl Report<'_> {
             let leads = with_published(title, Unit::Ratio, &of_best, |group, mode, nr_vcpus| {
                 Some(group.rate(mode, nr_vcpus)? / group.best_userfaultfd(nr_vcpus)?)
             });
-            writeln!(out, "\n{leads}")?;
+            add_line!(out, "\n{leads}");
         }
         for quantity in [&TOTAL_TIME, &LATENCY_P50, &LATENCY_P99] {
             let title = format!("{}, {MEDIAN}", quantity.title.to_lowercase());
             let table = self.table(first, &title, None, &|measured| Some(quantity.cell(&measured.runs)));
-            writeln!(out, "\n{table}")?;
+            add_line!(out, "\n{table}");
         }
-        Ok(())
     }
 
     /// A table of the modes of a group by the numbers of vCPUs. After each column there is one of
@@ -262,46 +257,46 @@ impl Report<'_> {
         table
     }
 
-    fn print_notes(&self, out: &mut impl Write) -> io::Result<()> {
+    fn print_notes(&self, out: &mut String) {
         let host = HostDescription::read();
-        writeln!(out)?;
+        add_line!(out, "");
         if let Some(run) = self.runs().next() {
-            writeln!(out, "{}", measured_on(&host, run.flush_method))?;
+            add_line!(out, "{}", measured_on(&host, run.flush_method));
         }
         let most = self.measured.iter().map(|measured| measured.case.nr_vcpus).max().unwrap_or(0);
         if most > host.nr_cpus {
-            writeln!(out, "{most} vCPUs on {} CPUs: the rates and times measure the scheduler too.", host.nr_cpus)?;
+            add_line!(out, "{most} vCPUs on {} CPUs: the rates and times measure the scheduler too.", host.nr_cpus);
         }
         if let Some((platform, _)) = self.published() {
-            writeln!(
+            add_line!(
                 out,
                 "Published figures: KVM Userfault, version 1 (December 2024), {platform}, 96 CPUs, real ones, 64 MiB for each \
                  vCPU. They show proportions only."
-            )?;
-            writeln!(
+            );
+            add_line!(
                 out,
                 "The pages of shmem memory are in the file beforehand, and so cost no allocation in any row."
-            )?;
+            );
         }
         for remark in self.remarks {
-            writeln!(out, "{remark}")?;
+            add_line!(out, "{remark}");
         }
         let verified: u64 = self.runs().map(|run| run.nr_verified).sum();
         let has = |mode| self.measured.iter().any(|measured| measured.case.mode == mode);
         let is_all_there = self.measured.iter().all(|measured| measured.case.mode == Mode::None);
-        write!(out, "Verified: {verified} pages held ")?;
-        write!(out, "{}", if is_all_there { "what vCPUs wrote, and zeros" } else { "what their source has" })?;
+        add!(out, "Verified: {verified} pages held ");
+        add!(out, "{}", if is_all_there { "what vCPUs wrote, and zeros" } else { "what their source has" });
         if has(Mode::None) && !is_all_there {
-            write!(out, " (zeros in mode none)")?;
+            add!(out, " (zeros in mode none)");
         }
         // The fills of a resolver process are not counted here.
         if !is_all_there && !has(Mode::Ring) {
-            write!(out, "; none was filled twice")?;
+            add!(out, "; none was filled twice");
         }
         if self.args.log_dirty {
-            write!(out, "; the dirty log had every page that was written, and no other")?;
+            add!(out, "; the dirty log had every page that was written, and no other");
         }
-        writeln!(out, ".")
+        add_line!(out, ".");
     }
 
     /// The object of `--json`.

@@ -40,11 +40,9 @@ fn measured(args: &UserfaultArgs, rates: impl Fn(&Case) -> Vec<f64>) -> Vec<Meas
 }
 
 fn printed(args: &UserfaultArgs, measured: &[Measured]) -> String {
-    let mut out = Vec::new();
-    Report { args, measured: &measured.iter().collect::<Vec<_>>(), remarks: &["A remark.".to_owned()] }
-        .print(&mut out)
-        .unwrap();
-    String::from_utf8(out).unwrap()
+    let (measured, mut out) = (measured.iter().collect::<Vec<_>>(), String::new());
+    Report { args, measured: &measured, remarks: &["A remark.".to_owned()] }.print(&mut out);
+    out
 }
 
 /// The cells of the row `name` of the table with the title `title`, which may be in several parts.
