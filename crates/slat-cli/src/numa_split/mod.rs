@@ -25,7 +25,7 @@ use slat_machine::memory::numa::{FirstTouch, MAX_NODES, MemoryPolicy, NodeMap, N
 use slat_machine::vm::machine::{MachineConfig, MachineError};
 
 use crate::failure::{Failure, check_failed, ensure, no_thread};
-use crate::options::{Named, OneOrAll, OutputArgs, PagingArg, SplitWhen, except, named, one_or_all, positive};
+use crate::options::{Named, OneOrAll, OutputArgs, PagingArg, SplitWhen, except, named, names, one_or_all, positive};
 use crate::phases::PhasesArgs;
 use crate::phases::{self, Column, Roles, Run};
 use crate::results::Outcome;
@@ -136,18 +136,11 @@ fn policy(text: &str) -> Result<MemoryPolicy, String> {
     }
 }
 
-impl Named for TablePlacement {
-    const NAMES: &'static [(TablePlacement, &'static str)] = &[
-        (TablePlacement::HugePageNode, "huge-page-node"),
-        (TablePlacement::CallerNode, "caller-node"),
-        (TablePlacement::CallerPolicy, "caller-policy"),
-    ];
-    const HELP: &'static [&'static str] = &[
-        "On the node of the memory that they map",
-        "On the node of the thread that allocates them",
-        "Where the memory policy of that thread says",
-    ];
-}
+names!(TablePlacement: HugePageNode = "huge-page-node", CallerNode = "caller-node", CallerPolicy = "caller-policy",
+       _ = "node";
+       "On the node of the memory that they map", "On the node of the thread that allocates them",
+       "Where the memory policy of that thread says");
+names!(FirstTouch: Own = "own", Other = "other", Main = "main");
 
 fn policy_name(policy: MemoryPolicy) -> String {
     match policy {
@@ -175,11 +168,6 @@ impl PinArg {
             PinArg::Off => Pinning::Off { seed: seed.wrapping_add(u64::from(run) << 32) },
         }
     }
-}
-
-impl Named for FirstTouch {
-    const NAMES: &'static [(FirstTouch, &'static str)] =
-        &[(FirstTouch::Own, "own"), (FirstTouch::Other, "other"), (FirstTouch::Main, "main")];
 }
 
 /// The nodes that the columns run on.

@@ -31,7 +31,7 @@ use slat::shadow::{ShadowPaging, ShadowStrategy};
 use slat_machine::guest_os::{Isolation, Pcids, WorkloadMix};
 
 use crate::failure::{Failure, ensure};
-use crate::options::{Named, OneOrAll, OutputArgs, RUNS, SEED, delay, named, one_or_all, positive};
+use crate::options::{Named, OneOrAll, OutputArgs, RUNS, SEED, delay, named, names, one_or_all, positive};
 use crate::results::Outcome;
 use crate::session::Session;
 use crate::turns;
@@ -133,28 +133,14 @@ fn nr_vcpus(text: &str) -> Result<u16, String> {
     }
 }
 
-impl Named for Isolation {
-    const NAMES: &'static [(Isolation, &'static str)] = &[(Isolation::On, "on"), (Isolation::Off, "off")];
-}
-
-impl Named for Pcids {
-    const NAMES: &'static [(Pcids, &'static str)] = &[(Pcids::On, "on"), (Pcids::Off, "off")];
-}
-
-impl Named for ShadowStrategy {
-    const NAMES: &'static [(ShadowStrategy, &'static str)] = &[
-        (ShadowStrategy::Baseline, "baseline"),
-        (ShadowStrategy::RootCache, "root-cache"),
-        (ShadowStrategy::RootsByPcid, "roots-by-pcid"),
-        (ShadowStrategy::PcidTagged, "pcid-tagged"),
-    ];
-    const HELP: &'static [&'static str] = &[
-        "KVM until 2018: under one lock, each load finds its root anew, synchronizes it, and flushes",
-        "Each vCPU caches its last roots; tables serve all PCIDs",
-        "As root-cache, with a root for each PCID, by which INVPCID finds it",
-        "As root-cache, with tables for each PCID, and deferred flushes of other PCIDs",
-    ];
-}
+names!(Isolation: On = "on", Off = "off");
+names!(Pcids: On = "on", Off = "off");
+names!(ShadowStrategy: Baseline = "baseline", RootCache = "root-cache", RootsByPcid = "roots-by-pcid",
+       PcidTagged = "pcid-tagged";
+       "KVM until 2018: under one lock, each load finds its root anew, synchronizes it, and flushes",
+       "Each vCPU caches its last roots; tables serve all PCIDs",
+       "As root-cache, with a root for each PCID, by which INVPCID finds it",
+       "As root-cache, with tables for each PCID, and deferred flushes of other PCIDs");
 
 /// A number of vCPUs in words.
 pub(crate) fn vcpus(nr_vcpus: u16) -> String {
