@@ -22,6 +22,7 @@ macro_rules! add_line {
 
 mod aging;
 mod cli;
+mod columns;
 mod compare;
 mod demo;
 mod dirty_log;

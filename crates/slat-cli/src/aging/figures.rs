@@ -83,8 +83,7 @@ pub(super) fn print(out: &mut String, args: &AgingArgs, all: &[&Series]) {
 }
 
 fn header(all: &[&Series], first: String) -> Vec<String> {
-    let title = |series: &Series| format!("{}, lock {}", series.tracking.name(), series.locking.name());
-    std::iter::once(first).chain(all.iter().copied().map(title)).collect()
+    std::iter::once(first).chain(all.iter().map(|series| series.of.title())).collect()
 }
 
 fn print_tables(out: &mut String, all: &[&Series]) {
@@ -119,9 +118,8 @@ fn print_warnings(out: &mut String, args: &AgingArgs, all: &[&Series]) {
                 warned = true;
                 add_line!(
                     out,
-                    "WARNING: {}, lock {}: after \"{used_by}\": Too many pages still idle ({nr_idle} out of {nr_pages})",
-                    series.tracking.name(),
-                    series.locking.name()
+                    "WARNING: {}: after \"{used_by}\": Too many pages still idle ({nr_idle} out of {nr_pages})",
+                    series.of.title()
                 );
             }
         }
@@ -142,7 +140,8 @@ fn print_warnings(out: &mut String, args: &AgingArgs, all: &[&Series]) {
 pub(super) fn results(args: &AgingArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
-        let labels = labels([("tracking", series.tracking.name().into()), ("lock", series.locking.name().into())]);
+        let labels =
+            labels([("tracking", series.of.tracking.name().into()), ("lock", series.of.locking.name().into())]);
         let mut push = |name: String, unit, samples: Samples| {
             results.push(Figure::new(name, unit, &labels, samples.iter()));
         };

@@ -22,13 +22,13 @@ use slat_machine::memory::BackingKind;
 use slat_machine::vm::guest::{Program, Sharing};
 use slat_machine::vm::machine::{Machine, MachineConfig};
 
+use crate::columns::{Column, in_turns};
 use crate::failure::{Failure, check_failed, ensure};
 use crate::options::{
     ACCESS_TRACKING, GuestArgs, Named, OneOrAll, OutputArgs, RUNS, TablesArgs, one_or_all, positive, with_format,
 };
 use crate::results::Outcome;
 use crate::session::Session;
-use crate::turns;
 
 /// The options of `slat aging`.
 #[derive(Clone, Debug, Args)]
@@ -127,51 +127,41 @@ fn is_too_many(nr_idle: u64, nr_pages: u64) -> bool {
     nr_idle > nr_pages / 10
 }
 
-/// The runs of one tracking with one locking.
-struct Series {
+/// What the runs of a column have.
+struct Ways {
     tracking: AccessTracking,
     locking: Locking,
-    runs: Vec<Run>,
 }
+
+type Series = Column<Ways, Run>;
 
 /// Runs the experiment: all runs, in turns.
 pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failure> {
-    let mut all = Vec::new();
-    for &locking in &args.tables.lock.values {
-        all.extend(args.access_tracking.values.iter().map(|&tracking| Series { tracking, locking, runs: Vec::new() }));
-    }
-    let outcome = |all: &[Series]| {
-        let measured: Vec<&Series> = all.iter().filter(|series| !series.runs.is_empty()).collect();
-        Outcome::new(figures::results(args, &measured), |out| figures::print(out, args, &measured))
-    };
-    let progress = session.progress(turns::nr_runs(args.runs, all.len()));
-    let run_once = |series: &Series| {
+    let trackings = &args.access_tracking.values;
+    let of_locking = |&locking| trackings.iter().map(move |&tracking| Ways { tracking, locking });
+    let all: Vec<Ways> = args.tables.lock.values.iter().flat_map(of_locking).collect();
+    let run_once = |ways: &Ways, _| {
         let config = MachineConfig {
             nr_vcpus: args.guest.vcpus,
             bytes_per_vcpu: args.guest.bytes,
             backing: args.guest.backing,
-            engine: Config::default().with_locking(series.locking).with_access_tracking(series.tracking),
+            engine: Config::default().with_locking(ways.locking).with_access_tracking(ways.tracking),
             ..MachineConfig::default()
         };
         with_format!(args.tables.format, F => run_once::<F>(args, &config, session))
     };
-    if turns::warms_up(args.runs) {
-        progress.begin(turns::WARM_UP.to_owned());
-        run_once(&all[0])?;
-        progress.step();
+    let outcome = |all: &[Series]| {
+        let measured: Vec<&Series> = all.iter().filter(|series| !series.runs.is_empty()).collect();
+        Outcome::new(figures::results(args, &measured), |out| figures::print(out, args, &measured))
+    };
+    let nr_columns = all.len();
+    in_turns(session, all, nr_columns, args.runs, Ways::title, run_once, outcome)
+}
+
+impl Ways {
+    fn title(&self) -> String {
+        format!("{}, lock {}", self.tracking.name(), self.locking.name())
     }
-    for run in 0..args.runs as usize {
-        for which in turns::order(run, all.len()) {
-            let series = &mut all[which];
-            progress.begin(format!("{}, lock {}", series.tracking.name(), series.locking.name()));
-            let figures = run_once(series)?;
-            series.runs.push(figures);
-            progress.step();
-            session.so_far(outcome(&all));
-        }
-    }
-    drop(progress);
-    Ok(outcome(&all))
 }
 
 fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session: &Session) -> Result<Run, Failure> {

@@ -79,13 +79,13 @@ fn print_series(out: &mut String, args: &MemslotsArgs, series: &Series) {
     add!(
         out,
         "Testing {} performance with {} runs, {} each",
-        series.test.name(),
+        series.of.0.name(),
         args.runs,
         format_duration(args.duration)
     );
     match &args.tables.lock.values.len() {
         1 => add_line!(out, ""),
-        _ => add_line!(out, " (lock {})", series.locking.name()),
+        _ => add_line!(out, " (lock {})", series.of.1.name()),
     }
     for run in &series.runs {
         let (setup, elapsed, iteration) = (run.setup.as_secs_f64(), run.elapsed.as_secs_f64(), run.iteration_s());
@@ -120,7 +120,7 @@ fn print_table(out: &mut String, all: &[&Series]) {
     let header = [format!("{MEDIAN}, counts of one iteration"), "lock".to_owned()];
     let mut figures = table::figures(header.into_iter().chain(titles));
     for series in all {
-        let mut cells = vec![series.test.name().to_owned(), series.locking.name().to_owned()];
+        let mut cells = vec![series.of.0.name().to_owned(), series.of.1.name().to_owned()];
         cells.extend(COLUMNS.iter().map(|column| column.cell(&series.runs)));
         figures.add_row(cells);
     }
@@ -131,7 +131,7 @@ fn print_table(out: &mut String, all: &[&Series]) {
 pub(super) fn results(args: &MemslotsArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
-        let labels = labels([("test", series.test.name().into()), ("lock", series.locking.name().into())]);
+        let labels = labels([("test", series.of.0.name().into()), ("lock", series.of.1.name().into())]);
         let figures = OTHERS.iter().chain(&COLUMNS);
         results.extend(figures.filter_map(|figure| figure.figure(&series.runs, &labels)));
     }

@@ -69,7 +69,7 @@ fn recover_flushes(engine: &EngineRun) -> f64 {
 }
 
 pub(super) fn new<'a>(args: &'a NumaSplitArgs, columns: &'a [Column]) -> Report<'a> {
-    let base = columns.iter().position(|column| column.labels["placement"] == "caller-node");
+    let base = columns.iter().position(|column| column.of.labels["placement"] == "caller-node");
     // The count of splits has another name here.
     let others = OTHERS.iter().filter(|other| other.name != "splits");
     Report {
@@ -196,7 +196,7 @@ pub(super) fn results(report: &Report<'_>, args: &NumaSplitArgs, layout: &Layout
     let mut results = report.results("numa-split", config);
     for column in report.columns.iter().filter(|column| !column.runs.is_empty()) {
         for &node in layout.map.ids() {
-            let mut labels = column.labels.clone();
+            let mut labels = column.of.labels.clone();
             labels.insert("node".to_owned(), node.0.into());
             let tables = tables_on(column, node);
             results.results.push(Figure::new("tables_on_node", Unit::Count, &labels, tables.iter()));

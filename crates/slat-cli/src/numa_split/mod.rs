@@ -27,7 +27,7 @@ use slat_machine::vm::machine::{MachineConfig, MachineError};
 use crate::failure::{Failure, check_failed, ensure, no_thread};
 use crate::options::{Named, OneOrAll, OutputArgs, PagingArg, SplitWhen, except, named, names, one_or_all, positive};
 use crate::phases::PhasesArgs;
-use crate::phases::{self, Column, Roles, Run};
+use crate::phases::{self, Roles, Run};
 use crate::results::Outcome;
 use crate::session::Session;
 
@@ -242,18 +242,20 @@ pub(crate) fn run(args: &NumaSplitArgs, session: &Session) -> Result<Outcome, Fa
     let mut config = phases::machine_config(&args.phases)?;
     config.engine.locking = locking;
     config.nodes = layout.nodes.clone();
-    let placements = &args.placement.values;
-    let title = |placement: TablePlacement| Column::new("placement", placement.name(), placement.name().to_owned());
-    let columns: Vec<Column> = placements.iter().copied().map(title).collect();
-    let outcome = |columns: &[Column]| {
+    let kind = |&placement: &TablePlacement| {
+        let mut config = config.clone();
+        config.engine.table_placement = placement;
+        phases::Kind::new("placement", placement.name(), placement.name().to_owned(), Some(config))
+    };
+    let kinds = args.placement.values.iter().map(kind).collect();
+    let run = |kind: &phases::Kind, number: u32| {
+        let pinning = args.pinning.pinning(args.phases.seed, number);
+        let config = MachineConfig { pinning, ..kind.machine.clone().unwrap_or_default() };
+        run_apart(args, &config, &layout, session)
+    };
+    phases::measure(session, kinds, args.phases.runs, run, |columns| {
         let report = figures::new(args, columns);
         Outcome::new(figures::results(&report, args, &layout), |out| figures::print(out, &report, args, &layout))
-    };
-    phases::measure(session, columns, args.phases.runs, outcome, |run, which| {
-        let mut config = config.clone();
-        config.pinning = args.pinning.pinning(args.phases.seed, run);
-        config.engine.table_placement = placements[which];
-        run_apart(args, &config, &layout, session)
     })
 }
 

@@ -25,7 +25,7 @@ use crate::failure::{Failure, LEAVE_KVM_OUT, check_failed, ensure};
 use crate::kvm::{KvmError, KvmFacts, KvmVm, Logging, MAX_REGION_BYTES, VmShape, facts, nearest_manual_protect};
 use crate::options::{DirtyTrackingArg, HugePagesArg, Named, PeerArg, ValueName};
 use crate::phases::PhasesArgs;
-use crate::phases::{self, Column, POPULATE_ROUND, Run, timed};
+use crate::phases::{self, Column, Kind, POPULATE_ROUND, Run, timed};
 use crate::results::{NotRun, Results};
 use vcpus::Vcpus;
 
@@ -72,11 +72,11 @@ impl Peer {
     }
 
     /// Its column, if there is one.
-    pub(super) fn column(&self) -> Option<Column> {
+    pub(super) fn kind(&self) -> Option<Kind> {
         let kvm = self.kvm.as_ref()?;
-        let mut column = Column::new("lock", "kvm", "kvm".to_owned());
-        column.labels.insert("measured_on".to_owned(), kvm.facts.measured_on().into());
-        Some(column)
+        let mut kind = Kind::new("lock", "kvm", "kvm".to_owned(), None);
+        kind.labels.insert("measured_on".to_owned(), kvm.facts.measured_on().into());
+        Some(kind)
     }
 
     /// A run of that column.

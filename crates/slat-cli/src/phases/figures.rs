@@ -223,7 +223,7 @@ impl Report<'_> {
 
     /// The titles of a table's columns, the first being `first`.
     pub(crate) fn header(&self, first: &str) -> Vec<String> {
-        std::iter::once(first.to_owned()).chain(self.columns.iter().map(|column| column.title.clone())).collect()
+        std::iter::once(first.to_owned()).chain(self.columns.iter().map(|column| column.of.title.clone())).collect()
     }
 
     /// Prints the configuration.
@@ -319,7 +319,7 @@ impl Report<'_> {
     pub(crate) fn results(&self, experiment: &'static str, more: Value) -> Results {
         let mut results = Vec::new();
         for column in self.columns.iter().filter(|column| !column.runs.is_empty()) {
-            let labels = &column.labels;
+            let labels = &column.of.labels;
             for phase in self.phases() {
                 let times = samples(column, phase);
                 if times.is_empty() {
@@ -355,7 +355,7 @@ impl Report<'_> {
                 let buckets: Vec<(f64, u64)> =
                     over_runs(column, histogram).buckets().map(|(upper, count)| (seconds(upper), count)).collect();
                 if !buckets.is_empty() {
-                    let labels = column.labels.clone();
+                    let labels = column.of.labels.clone();
                     all.push(Distribution { name: name.to_owned(), unit: Unit::Seconds, labels, buckets });
                 }
             }

@@ -86,11 +86,11 @@ impl Column {
 
 /// The columns by number of vCPUs.
 fn by_vcpus<'a, 'b>(columns: &'a [&'b Column]) -> impl Iterator<Item = &'a [&'b Column]> {
-    columns.chunk_by(|one, next| one.nr_vcpus == next.nr_vcpus && one.strategy != next.strategy)
+    columns.chunk_by(|one, next| one.of.nr_vcpus == next.of.nr_vcpus && one.of.strategy != next.of.strategy)
 }
 
 fn baseline<'a>(columns: &[&'a Column]) -> Option<&'a Column> {
-    columns.iter().copied().find(|column| column.strategy == ShadowStrategy::Baseline)
+    columns.iter().copied().find(|column| column.of.strategy == ShadowStrategy::Baseline)
 }
 
 /// Prints the tables and the notes.
@@ -118,7 +118,7 @@ pub(super) fn print(out: &mut String, args: &ShadowArgs, columns: &[&Column], sw
 fn print_rates(out: &mut String, columns: &[&Column]) {
     let firsts: Vec<&Column> = by_vcpus(columns).filter_map(|columns| columns.first().copied()).collect();
     let header = ["In 1000 steps".to_owned(), "the build".to_owned()].into_iter();
-    let mut figures = table::figures(header.chain(firsts.iter().map(|column| vcpus(column.nr_vcpus))));
+    let mut figures = table::figures(header.chain(firsts.iter().map(|column| vcpus(column.of.nr_vcpus))));
     for ((name, counted), done) in build::COUNTED.into_iter().zip(DONE) {
         let of_build = counted as f64 / build::NR_STEPS as f64;
         let of_run = |column: &&Column| {
@@ -132,8 +132,8 @@ fn print_rates(out: &mut String, columns: &[&Column]) {
 
 fn print_columns(out: &mut String, args: &ShadowArgs, columns: &[&Column]) {
     let title = |nr_vcpus| format!("{}, {MEDIAN} of {} runs", vcpus(nr_vcpus), args.runs);
-    let names = columns.iter().map(|column| column.strategy.name().to_owned());
-    let first = columns.iter().take(1).map(|column| title(column.nr_vcpus));
+    let names = columns.iter().map(|column| column.of.strategy.name().to_owned());
+    let first = columns.iter().take(1).map(|column| title(column.of.nr_vcpus));
     let mut figures = table::figures(first.chain(names));
     let mut add = |title: &str, show: &dyn Fn(&Column) -> String| {
         figures.add_row(std::iter::once(title.to_owned()).chain(columns.iter().copied().map(show)));
@@ -148,7 +148,7 @@ fn print_columns(out: &mut String, args: &ShadowArgs, columns: &[&Column]) {
     let runs: Vec<&[Run]> = columns.iter().map(|column| &column.runs[..]).collect();
     figures.add_per_run(&ROWS, &runs);
     add_line!(out, "{figures}");
-    let published = columns.first().and_then(|column| model::published(column.nr_vcpus));
+    let published = columns.first().and_then(|column| model::published(column.of.nr_vcpus));
     if let (Some(gain), Some(_), Isolation::On) = (published, baseline(columns), args.isolation) {
         add_line!(out, "Published for the series of 2018, a kernel compiled with isolation on: {gain} times as fast.");
     }
@@ -186,7 +186,7 @@ fn print_notes(out: &mut String, args: &ShadowArgs, columns: &[&Column]) {
     if let Some(run) = runs().next() {
         add_line!(out, "{}", measured_on(&host, run.flush_method));
     }
-    let most = columns.iter().map(|column| usize::from(column.nr_vcpus)).max().unwrap_or(0);
+    let most = columns.iter().map(|column| usize::from(column.of.nr_vcpus)).max().unwrap_or(0);
     if most > host.nr_cpus {
         add_line!(
             out,
@@ -212,7 +212,7 @@ pub(super) fn results(args: &ShadowArgs, columns: &[&Column], switches: &[Switch
     let mut results = Vec::new();
     for columns in by_vcpus(columns) {
         for column in columns {
-            let labels = labels(column.strategy, column.nr_vcpus);
+            let labels = labels(column.of.strategy, column.of.nr_vcpus);
             let mut of_model = labels.clone();
             of_model.insert("time".to_owned(), "modelled".into());
             for (factor, suffix, _) in EXIT_COSTS {

@@ -88,6 +88,11 @@ pub(super) struct Case {
 }
 
 impl Case {
+    /// Its name in the progress.
+    pub(super) fn title(&self) -> String {
+        format!("{} vCPUs, {}, {}, {}", self.nr_vcpus, self.backing, self.uffds.describe(), self.mode)
+    }
+
     /// The labels that identify it in results.
     pub(super) fn labels(&self) -> Labels {
         labels([

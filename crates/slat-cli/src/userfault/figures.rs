@@ -83,17 +83,17 @@ impl Report<'_> {
         let is_same = move |other: &Case| {
             (other.nr_vcpus, other.backing, other.uffds) == (case.nr_vcpus, case.backing, case.uffds)
         };
-        self.measured.iter().copied().filter(move |measured| is_same(&measured.case))
+        self.measured.iter().copied().filter(move |measured| is_same(&measured.of))
     }
 
     /// The runs without userfault, otherwise as `case`.
     fn none(&self, case: &Case) -> Option<&Measured> {
-        self.same_setup(case).find(|measured| measured.case.mode == Mode::None)
+        self.same_setup(case).find(|measured| measured.of.mode == Mode::None)
     }
 
     /// The fastest mode of userfaultfd alone, otherwise as `case`.
     fn best_userfaultfd(&self, case: &Case) -> Option<&Measured> {
-        let alone = self.same_setup(case).filter(|measured| measured.case.mode.is_userfaultfd_alone());
+        let alone = self.same_setup(case).filter(|measured| measured.of.mode.is_userfaultfd_alone());
         alone.max_by(|a, b| rate(a).total_cmp(&rate(b)))
     }
 
@@ -118,9 +118,9 @@ impl Report<'_> {
         let sizes: Vec<String> = args
             .nr_vcpus()
             .iter()
-            .filter_map(|&nr_vcpus| self.measured.iter().find(|measured| measured.case.nr_vcpus == nr_vcpus))
+            .filter_map(|&nr_vcpus| self.measured.iter().find(|measured| measured.of.nr_vcpus == nr_vcpus))
             .map(|one| {
-                format!("{} vCPUs, {} each", one.case.nr_vcpus, quantity(one.case.bytes_per_vcpu as f64, Unit::Bytes))
+                format!("{} vCPUs, {} each", one.of.nr_vcpus, quantity(one.of.bytes_per_vcpu as f64, Unit::Bytes))
             })
             .collect();
         add_line!(
@@ -135,7 +135,7 @@ impl Report<'_> {
             args.nr_runs()
         );
         if let [one] = self.measured {
-            let case = &one.case;
+            let case = &one.of;
             add!(out, "mode: {}, memory: {}", case.mode, case.backing);
             if case.mode.has_userfaultfd() {
                 add!(out, ", userfaultfd: {}, {} for each", case.uffds.describe(), readers(case.nr_readers));
@@ -170,7 +170,7 @@ impl Report<'_> {
     /// For each kind of memory and of descriptors its tables.
     fn print_groups(&self, out: &mut String) {
         let mut done: Vec<&Case> = Vec::new();
-        for first in self.measured.iter().map(|measured| &measured.case) {
+        for first in self.measured.iter().map(|measured| &measured.of) {
             if done.iter().any(|case| (case.backing, case.uffds) == (first.backing, first.uffds)) {
                 continue;
             }
@@ -189,15 +189,15 @@ impl Report<'_> {
         let rates =
             with_published(&title, Unit::PerSecond, &|measured| Some(RATE.samples(&measured.runs)), Group::rate);
         add_line!(out, "\n{rates}");
-        let of_none = |measured: &Measured| Some(ratios(measured, self.none(&measured.case)?));
-        if self.measured.iter().any(|measured| self.none(&measured.case).is_some()) {
+        let of_none = |measured: &Measured| Some(ratios(measured, self.none(&measured.of)?));
+        if self.measured.iter().any(|measured| self.none(&measured.of).is_some()) {
             let shares = with_published("times the rate of none", Unit::Ratio, &of_none, |group, mode, nr_vcpus| {
                 Some(group.rate(mode, nr_vcpus)? / group.rate(Mode::None, nr_vcpus)?)
             });
             add_line!(out, "\n{shares}");
         }
-        let of_best = |measured: &Measured| Some(ratios(measured, self.best_userfaultfd(&measured.case)?));
-        if self.measured.iter().any(|measured| self.best_userfaultfd(&measured.case).is_some()) {
+        let of_best = |measured: &Measured| Some(ratios(measured, self.best_userfaultfd(&measured.of)?));
+        if self.measured.iter().any(|measured| self.best_userfaultfd(&measured.of).is_some()) {
             let title = "times the best rate of userfaultfd alone";
             let leads = with_published(title, Unit::Ratio, &of_best, |group, mode, nr_vcpus| {
                 Some(group.rate(mode, nr_vcpus)? / group.best_userfaultfd(nr_vcpus)?)
@@ -235,7 +235,7 @@ impl Report<'_> {
             }
         }
         let mut modes: Vec<Mode> = Vec::new();
-        for case in self.measured.iter().map(|measured| &measured.case).filter(|case| in_group(case)) {
+        for case in self.measured.iter().map(|measured| &measured.of).filter(|case| in_group(case)) {
             if !modes.contains(&case.mode) {
                 modes.push(case.mode);
             }
@@ -245,7 +245,7 @@ impl Report<'_> {
             let mut cells = vec![mode.name()];
             for &nr_vcpus in &columns {
                 let is_it = |case: &Case| in_group(case) && case.mode == mode && case.nr_vcpus == nr_vcpus;
-                let found = self.measured.iter().copied().find(|measured| is_it(&measured.case));
+                let found = self.measured.iter().copied().find(|measured| is_it(&measured.of));
                 cells.push(or_nothing(found.and_then(cell)));
                 if let Some((group, published)) = group.as_ref().filter(|_| has_published(nr_vcpus)) {
                     let value = (published.value)(group, mode, nr_vcpus);
@@ -263,7 +263,7 @@ impl Report<'_> {
         if let Some(run) = self.runs().next() {
             add_line!(out, "{}", measured_on(&host, run.flush_method));
         }
-        let most = self.measured.iter().map(|measured| measured.case.nr_vcpus).max().unwrap_or(0);
+        let most = self.measured.iter().map(|measured| measured.of.nr_vcpus).max().unwrap_or(0);
         if most > host.nr_cpus {
             add_line!(out, "{most} vCPUs on {} CPUs: the rates and times measure the scheduler too.", host.nr_cpus);
         }
@@ -282,8 +282,8 @@ impl Report<'_> {
             add_line!(out, "{remark}");
         }
         let verified: u64 = self.runs().map(|run| run.nr_verified).sum();
-        let has = |mode| self.measured.iter().any(|measured| measured.case.mode == mode);
-        let is_all_there = self.measured.iter().all(|measured| measured.case.mode == Mode::None);
+        let has = |mode| self.measured.iter().any(|measured| measured.of.mode == mode);
+        let is_all_there = self.measured.iter().all(|measured| measured.of.mode == Mode::None);
         add!(out, "Verified: {verified} pages held ");
         add!(out, "{}", if is_all_there { "what vCPUs wrote, and zeros" } else { "what their source has" });
         if has(Mode::None) && !is_all_there {
@@ -303,25 +303,25 @@ impl Report<'_> {
     pub(super) fn results(&self) -> Results {
         let (mut results, mut published) = (Vec::new(), Vec::new());
         for measured in self.measured {
-            let labels = measured.case.labels();
+            let labels = measured.of.labels();
             results.extend(QUANTITIES.iter().filter_map(|quantity| quantity.figure(&measured.runs, &labels)));
             let bases = [
-                ("rate_vs_none", self.none(&measured.case)),
-                ("rate_vs_best_userfaultfd", self.best_userfaultfd(&measured.case)),
+                ("rate_vs_none", self.none(&measured.of)),
+                ("rate_vs_best_userfaultfd", self.best_userfaultfd(&measured.of)),
             ];
             for (name, base) in bases {
                 let ratios = base.map(|base| Figure::ratios(name, &labels, ratios(measured, base)));
                 results.extend(ratios.filter(|figure| !figure.samples.is_empty()));
             }
-            if let Some((on, rate)) = self.published_rate(&measured.case) {
+            if let Some((on, rate)) = self.published_rate(&measured.of) {
                 let on = format!("KVM Userfault, 2024, {on}, 96 CPUs");
                 published.push(PublishedFigure::new("paging_rate", Unit::PerSecond, &labels, [rate; 2], on));
             }
             let mut fact = |name, unit, value: f64| {
                 results.push(Figure::new(name, unit, &labels, [value]).with_better(None));
             };
-            fact("bytes_per_vcpu", Unit::Bytes, measured.case.bytes_per_vcpu as f64);
-            fact("readers", Unit::Count, measured.case.nr_readers as f64);
+            fact("bytes_per_vcpu", Unit::Bytes, measured.of.bytes_per_vcpu as f64);
+            fact("readers", Unit::Count, measured.of.nr_readers as f64);
         }
         let flush_method = self.runs().next().map(|run| run.flush_method);
         let results = Results::new("userfault", self.config(), Host::read(flush_method), results);

@@ -36,7 +36,7 @@ fn run(paging_rate: f64) -> Run {
 /// Each case with runs of these rates.
 fn measured(args: &UserfaultArgs, rates: impl Fn(&Case) -> Vec<f64>) -> Vec<Measured> {
     let cases = args.nr_vcpus().iter().flat_map(|&nr_vcpus| args.cases(nr_vcpus, 64 << 20));
-    cases.map(|case| Measured { runs: rates(&case).into_iter().map(run).collect(), case }).collect()
+    cases.map(|case| Measured { runs: rates(&case).into_iter().map(run).collect(), of: case }).collect()
 }
 
 fn printed(args: &UserfaultArgs, measured: &[Measured]) -> String {

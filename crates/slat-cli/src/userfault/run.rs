@@ -20,6 +20,7 @@ use super::case::{Case, Mode, Uffds};
 use super::options::{GuestMemfdArg, ResolverArg, UserfaultArgs};
 use super::resolver::ResolverProcess;
 use super::source::Source;
+use crate::columns::Column;
 use crate::failure::{Failure, ensure};
 use crate::options::with_format;
 use crate::phases;
@@ -69,10 +70,7 @@ pub(super) struct Run {
 }
 
 /// A case and its runs.
-pub(super) struct Measured {
-    pub(super) case: Case,
-    pub(super) runs: Vec<Run>,
-}
+pub(super) type Measured = Column<Case, Run>;
 
 /// Runs `case` once.
 pub(super) fn once(args: &UserfaultArgs, case: &Case, source: &Source, session: &Session) -> Result<Run, Failure> {
@@ -278,7 +276,7 @@ pub(super) fn remarks(args: &UserfaultArgs, measured: &[&Measured]) -> Vec<Strin
         ));
     }
     let mut in_turns: Vec<String> = Vec::new();
-    for Measured { case, runs } in measured {
+    for Column { of: case, runs } in measured {
         if let Some(run) = runs.iter().find(|run| run.nr_threads < case.nr_vcpus) {
             let text = format!("{} ({} vCPUs by {} threads)", case.mode, case.nr_vcpus, run.nr_threads);
             if !in_turns.contains(&text) {
