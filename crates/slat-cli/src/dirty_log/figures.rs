@@ -4,6 +4,7 @@ use serde_json::json;
 
 use super::bench::{Cell, Series};
 use super::migration::{Migration, TurnCounts};
+use super::pattern::DirtyPattern;
 use super::subject::flush_method;
 use super::{DirtyLogArgs, Method, Notes, Workload, published};
 use crate::options::ValueName;
@@ -56,7 +57,6 @@ fn against_kvm(of: &Cell, series: &Series) -> String {
     kvm.map_or(NOTHING.to_owned(), |kvm| cell(&series.times.paired_ratios(&kvm.times), Unit::Ratio))
 }
 
-/// Prints the tables and the notes.
 pub(super) fn print(out: &mut String, args: &DirtyLogArgs, notes: &Notes, cells: &[Cell]) {
     add_line!(
         out,
@@ -174,7 +174,7 @@ fn runs(cell: &Cell) -> String {
 
 fn header(cells: &[&Cell], title: &str) -> Vec<String> {
     let methods = cells.iter().take(1).flat_map(|cell| &cell.series).map(|series| series.method.name());
-    [title, "runs"].into_iter().chain(methods).map(str::to_owned).collect()
+    [title, "runs"].map(str::to_owned).into_iter().chain(methods).collect()
 }
 
 fn print_framebuffer(out: &mut String, args: &DirtyLogArgs, cells: &[Cell]) {
@@ -183,7 +183,7 @@ fn print_framebuffer(out: &mut String, args: &DirtyLogArgs, cells: &[Cell]) {
         let titles = VIEWS.map(|view| view.title.to_owned());
         let mut figures = table::figures(std::iter::once(title).chain(titles).chain(["published".to_owned()]));
         for series in &cell.series {
-            let name = series.method.name().to_owned();
+            let name = series.method.name();
             let values = VIEWS.map(|view| (view.show)(cell, series));
             let published = published::shown(args, series.method, cell.nr_dirty);
             figures.add_row(std::iter::once(name).chain(values).chain([published]));
@@ -201,31 +201,41 @@ pub(super) fn labels(args: &DirtyLogArgs, method: Method) -> Labels {
     labels
 }
 
-/// The object of `--json`.
+/// `labels`, and what was dirty, or the workload.
+pub(super) fn cell_labels(
+    args: &DirtyLogArgs,
+    mut labels: Labels,
+    pattern: Option<DirtyPattern>,
+    nr_dirty: f64,
+) -> Labels {
+    if args.workload != Workload::Table {
+        labels.insert("workload".to_owned(), args.workload.name().into());
+    }
+    if let Some(pattern) = pattern {
+        labels.insert("pages".to_owned(), (nr_dirty as u64).into());
+        labels.insert("pattern".to_owned(), pattern.name().into());
+    }
+    labels
+}
+
 pub(super) fn results(args: &DirtyLogArgs, notes: &Notes, cells: &[Cell]) -> Results {
     let (mut results, mut published) = (Vec::new(), Vec::new());
     for cell in cells {
         for series in &cell.series {
             published.extend(published::figure(args, series.method, cell.pattern, cell.nr_dirty));
-            let mut labels = labels(args, series.method);
-            match cell.pattern {
-                Some(pattern) => {
-                    labels.insert("pages".to_owned(), (cell.nr_dirty as u64).into());
-                    labels.insert("pattern".to_owned(), pattern.name().into());
-                }
-                None => {
-                    labels.insert("workload".to_owned(), "framebuffer".into());
-                }
+            let labels = cell_labels(args, labels(args, series.method), cell.pattern, cell.nr_dirty);
+            let Series { times, next_writes, grace_periods, .. } = series;
+            let of_pages: Samples = times.iter().map(|time| time / cell.nr_dirty).collect();
+            for (name, samples) in [
+                ("get_dirty_log", times),
+                ("get_dirty_log_page", &of_pages),
+                ("next_writes", next_writes),
+                ("get_dirty_log_and_next_writes", &series.with_next_writes()),
+                ("grace_period", grace_periods),
+            ] {
+                results.push(Figure::new(name, Unit::Seconds, &labels, samples.iter()));
             }
-            let times = || series.times.iter();
-            results.push(Figure::new("get_dirty_log", Unit::Seconds, &labels, times()));
-            let of_pages = times().map(|time| time / cell.nr_dirty);
-            results.push(Figure::new("get_dirty_log_page", Unit::Seconds, &labels, of_pages));
             results.push(Figure::new("dirty_pages", Unit::Count, &labels, [cell.nr_dirty]));
-            results.push(Figure::new("next_writes", Unit::Seconds, &labels, series.next_writes.iter()));
-            let both = series.with_next_writes();
-            results.push(Figure::new("get_dirty_log_and_next_writes", Unit::Seconds, &labels, both.iter()));
-            results.push(Figure::new("grace_period", Unit::Seconds, &labels, series.grace_periods.iter()));
             if let Some(kvm) = cell.series_of(Method::Kvm) {
                 let ratios = series.times.paired_ratios(&kvm.times);
                 let ratios = Figure::new("ratio_to_kvm", Unit::Ratio, &labels, ratios.iter());
@@ -297,7 +307,7 @@ pub(super) fn print_migration(out: &mut String, args: &DirtyLogArgs, notes: &Not
     );
     let (nr_harvests, nr_turns) = all.first().map_or((0, 0), |run| (run.harvests.len(), run.turns.len()));
     let first = format!("{nr_harvests} harvests, {nr_turns} turns: {MEDIAN}");
-    let mut figures = table::figures(std::iter::once(first).chain(all.iter().map(|run| run.method.name().to_owned())));
+    let mut figures = table::figures(std::iter::once(first).chain(all.iter().map(|run| run.method.name())));
     let mut add = |title: &str, show: &dyn Fn(&Migration) -> String| {
         figures.add_row(std::iter::once(title.to_owned()).chain(all.iter().map(show)));
     };
@@ -312,13 +322,11 @@ pub(super) fn print_migration(out: &mut String, args: &DirtyLogArgs, notes: &Not
     add_line!(out, "Verified: after each turn the pages copied as they were reported equalled the guest's memory.");
 }
 
-/// The object of `--json`.
 pub(super) fn migration_results(args: &DirtyLogArgs, notes: &Notes, all: &[Migration]) -> Results {
     let (mut results, mut published) = (Vec::new(), Vec::new());
     for run in all {
         published.extend(published::figure(args, run.method, None, 0.0));
-        let mut labels = labels(args, run.method);
-        labels.insert("workload".to_owned(), "migration".into());
+        let labels = cell_labels(args, labels(args, run.method), None, 0.0);
         results.push(Figure::new("get_dirty_log", Unit::Seconds, &labels, run.harvests.iter()));
         results.push(Figure::new("dirty_pages", Unit::Count, &labels, run.reported.iter()));
         results.extend(TURNS.iter().filter_map(|figure| figure.figure(&run.turns, &labels)));

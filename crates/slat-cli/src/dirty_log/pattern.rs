@@ -7,6 +7,7 @@ use rand::seq::index;
 
 use super::Method;
 use crate::failure::{Failure, check_failed};
+use crate::options::ValueName;
 
 /// How the pages that are written are placed in the memslot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]

@@ -14,7 +14,7 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 
 use super::bench::{Bench, is_done};
-use super::figures::{labels, object, print_notes};
+use super::figures::{cell_labels, labels, object, print_notes};
 use super::pattern::DirtyPattern;
 use super::{DirtyLogArgs, Method, Notes};
 use crate::failure::Failure;
@@ -169,10 +169,8 @@ fn results(args: &DirtyLogArgs, notes: &Notes, cells: &[RangeCell]) -> Results {
     let mut results = Vec::new();
     for of in cells {
         for way in &of.ways {
-            let mut labels = labels(args, way.method);
-            labels.insert("workload".to_owned(), "range".into());
-            labels.insert("pages".to_owned(), of.nr_dirty.into());
-            labels.insert("pattern".to_owned(), of.pattern.name().into());
+            let labels = labels(args, way.method);
+            let mut labels = cell_labels(args, labels, Some(of.pattern), of.nr_dirty.into());
             if let Some(window_pages) = way.window_pages {
                 labels.insert("window_bytes".to_owned(), bytes(window_pages).into());
             }

@@ -65,7 +65,6 @@ impl Drop for ReadGuard<'_> {
 }
 
 impl GracePeriods {
-    /// Opens a read guard.
     pub(super) fn enter(&self) -> ReadGuard<'_> {
         ReadGuard(&self.counters[self.begin()])
     }
