@@ -56,7 +56,6 @@ pub(crate) struct Input {
 }
 
 impl Input {
-    /// The command line.
     pub(crate) fn command(&self) -> String {
         self.results.command.join(" ")
     }
