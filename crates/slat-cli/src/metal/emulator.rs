@@ -296,12 +296,6 @@ impl Machine {
             Boot::Source => ["A guest|", "A slat |"],
             Boot::Target => ["B guest|", "B slat |"],
         };
-        let (verdict, figures, last) = (None, Vec::new(), String::new());
-        let firmware = match plan.machine {
-            MachineArg::RiscV => Firmware::Talks,
-            MachineArg::Svm | MachineArg::Vmx | MachineArg::Arm => Firmware::IsSilent,
-        };
-        let (memory, compared) = (self.memory.as_ref(), Compared::default());
         let mut heard = Heard {
             plan,
             session,
@@ -309,12 +303,13 @@ impl Machine {
             shown,
             on_ready,
             progress,
-            verdict,
-            figures,
-            last,
-            firmware,
-            memory,
-            compared,
+            verdict: None,
+            figures: Vec::new(),
+            last: String::new(),
+            // (OpenSBI uses either console.)
+            is_firmware: plan.machine == MachineArg::RiscV,
+            memory: self.memory.as_ref(),
+            compared: Compared::default(),
         };
         let mut longest = plan.timeout;
         let status = loop {
@@ -337,8 +332,12 @@ impl Machine {
         let Heard { verdict, mut figures, last, compared, .. } = heard;
         if compared != Compared::default() {
             let Compared { nr_tables, nr_leaves, nr_holes, nr_placed } = compared;
-            let [tables, leaves] = [(TABLES_WALKED, nr_tables), (LEAVES_WALKED, nr_leaves)];
-            for (name, count) in [tables, leaves, ("holes_walked", nr_holes), (LEAVES_ON_THEIR_NODE, nr_placed)] {
+            for (name, count) in [
+                (TABLES_WALKED, nr_tables),
+                (LEAVES_WALKED, nr_leaves),
+                ("holes_walked", nr_holes),
+                (LEAVES_ON_THEIR_NODE, nr_placed),
+            ] {
                 figures.push((name.to_owned(), Unit::Count, vec![count as f64]));
             }
         }
@@ -401,14 +400,6 @@ fn text_of(bytes: &[u8]) -> String {
     strip_ansi_codes(&text).chars().filter(|letter| !letter.is_control() || *letter == '\t').collect()
 }
 
-/// Whether what comes may be of the machine's firmware.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Firmware {
-    /// Until the hypervisor's first line. (OpenSBI uses either console.)
-    Talks,
-    IsSilent,
-}
-
 /// What was heard until now.
 struct Heard<'r> {
     plan: &'r Plan,
@@ -421,7 +412,8 @@ struct Heard<'r> {
     verdict: Option<Verdict>,
     figures: Vec<(String, Unit, Vec<f64>)>,
     last: String,
-    firmware: Firmware,
+    /// Whether what comes may be of the machine's firmware: until the hypervisor's first line.
+    is_firmware: bool,
     memory: Option<&'r MachineMemory>,
     compared: Compared,
 }
@@ -429,12 +421,12 @@ struct Heard<'r> {
 impl Heard<'_> {
     fn line(&mut self, pipe: Pipe, text: &str) -> Result<(), Failure> {
         let is_of_bochs = self.plan.machine == MachineArg::Vmx && bochs::is_own(text);
-        if pipe == Pipe::Guest && self.firmware == Firmware::IsSilent && !is_of_bochs {
+        if pipe == Pipe::Guest && !self.is_firmware && !is_of_bochs {
             return self.show(self.names[0], text);
         }
         let line = Line::parse(text);
         if !matches!(line, Line::Other(_)) {
-            self.firmware = Firmware::IsSilent;
+            self.is_firmware = false;
         }
         match line {
             Line::Say(text) => self.show(self.names[1], &text),
@@ -470,14 +462,11 @@ impl Heard<'_> {
                 Ok(())
             }
             Line::Other(text) if text.contains(UNSUPPORTED) || text.is_empty() => Ok(()),
-            Line::Other(text) if self.plan.machine == MachineArg::Vmx => {
-                if bochs::is_reason(&text) {
-                    self.show("bochs|", &text)
-                } else {
-                    Ok(())
-                }
-            }
-            Line::Other(text) if self.firmware == Firmware::Talks && !text.contains(OF_QEMU) => {
+            Line::Other(text) if self.plan.machine == MachineArg::Vmx => match bochs::is_reason(&text) {
+                true => self.show("bochs|", &text),
+                false => Ok(()),
+            },
+            Line::Other(text) if self.is_firmware && !text.contains(OF_QEMU) => {
                 self.last = format!("firmware: {text}");
                 Ok(())
             }

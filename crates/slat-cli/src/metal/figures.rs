@@ -205,7 +205,6 @@ fn print(out: &mut String, measured: &Measured, time: Duration, judged: &Judged)
     }
 }
 
-/// The object of `--json`.
 fn results(plan: &Plan, machine: &Machine, measured: &Measured, time: Duration, judged: &Judged) -> Results {
     let figure = |name: &str, unit, labels: &Labels, samples: &[f64]| {
         Figure::new(name, unit, labels, samples.iter().copied()).with_better(None)
