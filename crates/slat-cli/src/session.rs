@@ -136,7 +136,6 @@ impl Session {
         lock(&self.shared.clean_ups).push(Box::new(action));
     }
 
-    /// Stops drawing.
     fn close(&self) {
         if let Some(live) = &self.shared.live {
             live.end();

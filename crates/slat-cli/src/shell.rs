@@ -46,7 +46,6 @@ fn visible(whole: &Command) -> Command {
         .after_help(whole.get_after_help().cloned().unwrap_or_default())
 }
 
-/// Prints the completions.
 pub(crate) fn completions(args: &CompletionsArgs, whole: &Command) -> Result<(), Failure> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut visible(whole), "slat", &mut script);
@@ -62,7 +61,6 @@ const EXIT_STATUS: [(&str, &str); 5] = [
     ("130", "Interrupted, with what was measured so far."),
 ];
 
-/// The manual page of a command.
 fn page(command: Command) -> io::Result<(String, Vec<u8>)> {
     let text = command.get_after_long_help().or(command.get_after_help()).map(ToString::to_string).unwrap_or_default();
     let (examples, notes): (Vec<&str>, Vec<&str>) =

@@ -136,7 +136,6 @@ fn print_warnings(out: &mut String, args: &AgingArgs, all: &[&Series]) {
     }
 }
 
-/// The object of `--json`.
 pub(super) fn results(args: &AgingArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {

@@ -110,12 +110,10 @@ struct StillIdle {
     nr_idle: u64,
 }
 
-/// The figures of one run.
 struct Run {
     /// One for each of [`PHASES`].
     phases: Vec<Measured>,
     still_idle: Vec<StillIdle>,
-    /// Pages of the machine.
     nr_pages: u64,
     /// Reads that found what they should.
     nr_verified: u64,

@@ -85,7 +85,6 @@ impl CompareArgs {
 /// serve, or that failed.
 type Measured = Vec<Option<Results>>;
 
-/// The result of a system.
 fn evaluate(plan: &Plan, experiments: &Measured, mut not_run: Vec<NotRun>) -> System {
     for missing in experiments.iter().flatten().flat_map(|results| &results.not_run) {
         if !not_run.contains(missing) {
@@ -195,7 +194,6 @@ fn run_planned(planned: &Planned, session: &Session, not_run: &mut Vec<NotRun>) 
     Ok(None)
 }
 
-/// Runs the experiment that `command` names.
 fn run_command(command: &str, session: &Session) -> Result<Outcome, Failure> {
     use options::parse;
     match command.split(' ').nth(1) {

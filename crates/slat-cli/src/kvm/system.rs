@@ -71,7 +71,6 @@ pub(super) struct GuestProgram {
 }
 
 impl GuestProgram {
-    /// Its address.
     pub(super) const fn start(&self) -> u64 {
         SYSTEM_GPA + self.at
     }

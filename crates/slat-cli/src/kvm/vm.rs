@@ -51,7 +51,6 @@ fn open() -> Result<Kvm, KvmError> {
     tried("cannot open /dev/kvm", Kvm::new())
 }
 
-/// The facts about this KVM.
 pub(crate) fn facts() -> Result<KvmFacts, KvmError> {
     Ok(KvmFacts::read(&open()?))
 }
@@ -69,7 +68,6 @@ pub(crate) fn nearest_manual_protect(wanted: ManualProtect) -> Result<ManualProt
     })
 }
 
-/// A VM of the real KVM.
 pub(crate) struct KvmVm {
     // Declared before the memory, which it uses, so that it is dropped first.
     vm: VmFd,

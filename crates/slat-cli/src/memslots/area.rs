@@ -26,7 +26,6 @@ pub(super) const MAX_AREA_SLOTS: u32 = MemoryRegion::MAX_SLOTS - 1;
 /// Page-table pages that the VM may have at a time: many times what maps the area.
 const MAX_TABLES: u64 = 1 << 16;
 
-/// A vCPU of the area.
 pub(super) type AreaCpu<F> = Cpu<Vcpu<MachineHost, F>, F>;
 
 /// Guest-physical address of page number `page` of the area, while all memslots are in their
@@ -43,7 +42,6 @@ pub(super) struct AreaSlot {
     pub(super) pages: Range<u64>,
 }
 
-/// The area and its VM.
 pub(super) struct Area<F: HardwareFormat> {
     vm: Arc<Vm<MachineHost, F>>,
     backing: Backing,

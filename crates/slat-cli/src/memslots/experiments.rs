@@ -84,7 +84,6 @@ pub(super) struct TestCounts {
     pub(super) nr_mmio_exits: u64,
 }
 
-/// A running test.
 struct Bench<'a, F: HardwareFormat> {
     area: &'a Area<F>,
     guest: AreaGuest,
@@ -93,7 +92,6 @@ struct Bench<'a, F: HardwareFormat> {
     counts: TestCounts,
 }
 
-/// Runs `test` once.
 pub(super) fn run<F: HardwareFormat>(
     args: &MemslotsArgs,
     test: Test,
@@ -192,7 +190,6 @@ impl<F: HardwareFormat> Bench<'_, F> {
         Ok(())
     }
 
-    /// Waits for the guest's job.
     fn finish_guest(&mut self) -> Result<(), Failure> {
         let done = self.guest.wait()?;
         self.counts.nr_verified += done.nr_verified;
@@ -250,7 +247,6 @@ impl<F: HardwareFormat> Bench<'_, F> {
         Ok((elapsed, nr_iterations))
     }
 
-    /// Test 5.
     fn read_and_write(&mut self) -> Result<(Duration, u64), Failure> {
         let all = 0..AREA_PAGES;
         let [by_guest, by_host] = VALUES;

@@ -127,7 +127,6 @@ fn print_table(out: &mut String, all: &[&Series]) {
     add_line!(out, "{figures}\n");
 }
 
-/// The object of `--json`.
 pub(super) fn results(args: &MemslotsArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {

@@ -101,7 +101,6 @@ impl Series {
     }
 }
 
-/// Runs the experiment.
 pub(crate) fn run(args: &MemslotsArgs, session: &Session) -> Result<Outcome, Failure> {
     let lockings = &args.tables.lock.values;
     let of_test = |&test: &Test| lockings.iter().map(move |&locking| (test, locking));

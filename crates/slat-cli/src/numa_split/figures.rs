@@ -86,7 +86,6 @@ fn tables_on(column: &Column, node: NodeId) -> Samples {
     column.runs.iter().filter_map(|run| run.engine.as_ref()).map(|run| tables_on(run) as f64).collect()
 }
 
-/// Prints the tables and the notes.
 pub(super) fn print(out: &mut String, report: &Report<'_>, args: &NumaSplitArgs, layout: &Layout) {
     report.print_head(out);
     print_nodes(out, args, layout);
@@ -178,7 +177,6 @@ fn print_notes(out: &mut String, report: &Report<'_>, args: &NumaSplitArgs, layo
     }
 }
 
-/// The object of `--json`.
 pub(super) fn results(report: &Report<'_>, args: &NumaSplitArgs, layout: &Layout) -> Results {
     let nodes: Vec<u32> = layout.map.ids().iter().map(|node| node.0).collect();
     let config = json!({

@@ -224,7 +224,6 @@ impl Layout {
     }
 }
 
-/// Runs the experiment.
 pub(crate) fn run(args: &NumaSplitArgs, session: &Session) -> Result<Outcome, Failure> {
     let locking = args.phases.tables.lock.values[0];
     ensure!(

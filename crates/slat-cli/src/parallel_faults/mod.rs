@@ -34,7 +34,6 @@ pub(crate) struct ParallelFaultsArgs {
     pub(crate) output: OutputArgs,
 }
 
-/// Runs the experiment.
 pub(crate) fn run(
     ParallelFaultsArgs { phases: args, peer: wanted, .. }: &ParallelFaultsArgs,
     session: &Session,

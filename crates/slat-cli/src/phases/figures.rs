@@ -187,7 +187,6 @@ fn over_iterations(out: &mut String, what: &str, times: &[Duration]) {
 /// The column that others are compared with.
 #[derive(Clone, Copy)]
 pub(crate) struct Base {
-    /// Its number.
     pub(crate) column: usize,
     /// Its name in what is printed and, with `_` for `-`, in results.
     pub(crate) name: &'static str,

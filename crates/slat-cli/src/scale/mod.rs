@@ -126,7 +126,6 @@ struct System {
     run: fn(&Context<'_>) -> Result<Part, Failure>,
 }
 
-/// All systems, in the order of the output.
 const SYSTEMS: [System; 4] = [
     System { arg: SystemArg::ParallelFaults, run: parallel_faults::run },
     System { arg: SystemArg::Userfault, run: userfault::run },
@@ -198,7 +197,6 @@ impl Context<'_> {
     }
 }
 
-/// Runs the models.
 pub(crate) fn run(args: &ScaleArgs, session: &Session) -> Result<Outcome, Failure> {
     let parameters = match &args.parameters {
         Some(file) => Parameters::from_file(file),
@@ -244,7 +242,6 @@ fn print(out: &mut String, args: &ScaleArgs, parts: &[(SystemArg, Part)]) {
     );
 }
 
-/// The object of `--json`.
 fn results(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -> Results {
     let parts_of = |(system, part): &(SystemArg, Part)| {
         part.runs.iter().map(|run| run.json(&system.name(), args.trace)).collect::<Vec<_>>()
@@ -272,7 +269,6 @@ fn host() -> Host {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::parse;
 
     #[test]
     fn each_system_has_a_value_and_a_function() {
@@ -288,15 +284,6 @@ mod tests {
         let help = topology.get_long_help().unwrap().to_string();
         for name in slat_model::topology::Topology::names() {
             assert!(help.contains(name), "{name}: {help}");
-        }
-    }
-
-    #[test]
-    fn rounds_are_iterations() {
-        let args: ScaleArgs = parse("slat scale --rounds 3 --cpus 4,2 -b 64K").unwrap();
-        assert_eq!((args.iterations, &args.cpus[..], args.bytes, args.seed), (3, &[4, 2][..], 65536, Seed(1)));
-        for bad in ["--rounds 0", "--cpus 0", "--cpus 1,x", "--cpus -1", "--bytes 5000", "--system shadow"] {
-            assert!(parse::<ScaleArgs>(&format!("slat scale {bad}")).is_err(), "{bad}");
         }
     }
 }

@@ -48,7 +48,6 @@ impl Traced {
         Traced { title, labels, topology: topology.name().to_owned(), report: report.clone() }
     }
 
-    /// Prints the trace.
     pub(super) fn print(&self, out: &mut String) {
         let Report { trace_hash, nr_accesses, end_ns, hot_lines, hot_places } = &self.report;
         add_line!(

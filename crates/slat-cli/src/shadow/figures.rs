@@ -93,7 +93,6 @@ fn baseline<'a>(columns: &[&'a Column]) -> Option<&'a Column> {
     columns.iter().copied().find(|column| column.of.strategy == ShadowStrategy::Baseline)
 }
 
-/// Prints the tables and the notes.
 pub(super) fn print(out: &mut String, args: &ShadowArgs, columns: &[&Column], switches: &[Switch]) {
     add_line!(
         out,
@@ -198,7 +197,6 @@ fn print_notes(out: &mut String, args: &ShadowArgs, columns: &[&Column]) {
     add_line!(out, "Verified: {nr_checked} accesses of the guest had the result that its page tables define.");
 }
 
-/// The object of `--json`.
 pub(super) fn results(args: &ShadowArgs, columns: &[&Column], switches: &[Switch]) -> Results {
     let labels = |strategy: ShadowStrategy, nr_vcpus: u16| {
         labels([

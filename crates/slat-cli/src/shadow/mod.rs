@@ -137,7 +137,6 @@ names!(ShadowStrategy: Baseline = "baseline", RootCache = "root-cache", RootsByP
        "As root-cache, with a root for each PCID, by which INVPCID finds it",
        "As root-cache, with tables for each PCID, and deferred flushes of other PCIDs");
 
-/// A number of vCPUs in words.
 pub(crate) fn vcpus(nr_vcpus: u16) -> String {
     format!("{nr_vcpus} vCPU{}", if nr_vcpus == 1 { "" } else { "s" })
 }
@@ -150,7 +149,6 @@ struct Guest {
 
 type Column = columns::Column<Guest, Run>;
 
-/// Runs the experiment.
 pub(crate) fn run(args: &ShadowArgs, session: &Session) -> Result<Outcome, Failure> {
     let most_vcpus = args.vcpus.iter().copied().max().unwrap_or(1);
     ensure!(

@@ -68,14 +68,12 @@ impl ShadowMachine {
 type TimedVcpu = Timed<Vcpu<MachineHost, Npt>>;
 type GuestKernel = KernelCpu<ShadowCpu<TimedVcpu>>;
 
-/// Counts and times of one vCPU.
 pub(super) struct VcpuRun {
     pub(super) parts: Parts,
     pub(super) cpu: ShadowCpuCounters,
     pub(super) kernel: guest_os::KernelCounters,
 }
 
-/// Counts and times of a run.
 pub(super) struct Run {
     pub(super) vcpus: Vec<VcpuRun>,
     before: Stats,

@@ -16,7 +16,6 @@ fn nr_combinations(args: &StressArgs, turns: &Turns) -> usize {
     combinations(args).len().min(turns.plans.len())
 }
 
-/// Prints the table.
 pub(super) fn print(out: &mut String, args: &StressArgs, summary: &Summary) {
     let host = HostDescription::read();
     let turns = lock(&summary.turns);
@@ -48,7 +47,6 @@ pub(super) fn print(out: &mut String, args: &StressArgs, summary: &Summary) {
     add_line!(out, "Verified: all checks passed.");
 }
 
-/// The object of `--json`.
 pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
     let turns = lock(&summary.turns);
     let figure = |name: &str, value: f64, unit| Figure::new(name, unit, &Labels::new(), [value]).with_better(None);

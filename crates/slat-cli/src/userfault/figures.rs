@@ -299,7 +299,6 @@ impl Report<'_> {
         add_line!(out, ".");
     }
 
-    /// The object of `--json`.
     pub(super) fn results(&self) -> Results {
         let (mut results, mut published) = (Vec::new(), Vec::new());
         for measured in self.measured {

@@ -113,23 +113,6 @@ fn other_architectures_have_other_published_figures_or_none() {
 }
 
 #[test]
-fn one_case_is_printed_in_the_lines_of_the_selftest() {
-    let args = parse("-v 2 --exits --runs 2");
-    let text = printed(&args, &measured(&args, |_| vec![16384.0, 8192.0]));
-    for line in [
-        "2 vCPUs, 64.0 MiB each (partitioned access), tables: npt, source: pattern:0, runs: 2\nmode: uf, memory: anonymous\n",
-        "Finished creating vCPUs and starting uffd threads\nStarted all vCPUs\nAll vCPU threads joined\n",
-        "Total guest execution time:\t1.000000000s\n",
-        "Per-vcpu demand paging rate:\t16384.000000 pgs/sec/vcpu\nOverall demand paging rate:\t32768.000000 pgs/sec\n",
-        "Run 2\n",
-        "Total guest execution time:\t2.000000000s\n",
-    ] {
-        assert!(text.contains(line), "no '{line}' in:\n{text}");
-    }
-    assert!(!text.contains("Published"), "{text}");
-}
-
-#[test]
 fn results_have_the_medians_and_the_labels() {
     let args = parse("--matrix --vcpus 8 --runs 3 --modes none,minor-1r,uf");
     let measured = measured(&args, |case| match case.mode {

@@ -33,7 +33,6 @@ use run::Measured;
 use source::Source;
 pub(crate) use source::{ServeArgs, serve};
 
-/// Runs the experiment.
 pub(crate) fn run(args: &UserfaultArgs, session: &Session) -> Result<Outcome, Failure> {
     args.check()?;
     let available_bytes = topology::available_memory_bytes();

@@ -36,7 +36,6 @@ const LOGGED_ROUNDS: u64 = 2;
 /// The longest life of a resolver that will be killed, from when it is attached.
 const LONGEST_LIFE: Duration = Duration::from_millis(20);
 
-/// The figures of a run.
 pub(super) struct Run {
     /// Pages per second for each vCPU: the pages of one vCPU over the time of all, as in
     /// demand_paging_test.
@@ -72,7 +71,6 @@ pub(super) struct Run {
 /// A case and its runs.
 pub(super) type Measured = Column<Case, Run>;
 
-/// Runs `case` once.
 pub(super) fn once(args: &UserfaultArgs, case: &Case, source: &Source, session: &Session) -> Result<Run, Failure> {
     with_format!(args.format, F => on::<F>(args, case, source, session))
 }

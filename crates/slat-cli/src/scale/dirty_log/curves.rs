@@ -63,7 +63,6 @@ fn points(machines: &Machines) -> Result<Vec<(usize, Topology)>, Failure> {
     Ok(points)
 }
 
-/// The runs of the curves.
 pub(super) fn planned(machines: &Machines) -> Result<Vec<Planned>, Failure> {
     let mut planned = Vec::new();
     for operation in [Operation::Harvest, Operation::InvalidatePage] {

@@ -37,7 +37,6 @@ struct Done {
     case: Case,
     topology: Topology,
     run: PhasesRun,
-    /// Memory of each vCPU.
     bytes: u64,
 }
 
@@ -112,7 +111,6 @@ impl Case {
     }
 }
 
-/// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
     let published = prediction::topology()?;
     let mut planned: Vec<_> = prediction::cases().map(|case| (case.title(), (case, published.clone()))).collect();
