@@ -46,6 +46,7 @@ use crate::results::{NotRun, Outcome};
 use crate::session::Session;
 use bench::{Bench, Cell};
 use pattern::DirtyPattern;
+pub(crate) use pattern::compare_log;
 pub(crate) use published::{Row as PublishedRow, TABLE as PUBLISHED_TABLE};
 use subject::Subject;
 
@@ -336,35 +337,24 @@ fn subjects<F: HardwareFormat>(
             _ => peer::peer::<F>(method, memory, nr_others)?,
         });
     }
-    if args.peer != PeerArg::None {
-        match working_kvm(memory, nr_others) {
-            Ok((kvm, facts)) => {
-                subjects.push(kvm);
-                notes.kvm = Some(facts);
-            }
-            Err(why) if args.peer == PeerArg::Kvm => {
-                return Err(Failure::CannotServe(format!(
-                    "there is no KVM to measure: {why}; leave --peer kvm out, or get access to /dev/kvm"
-                )));
-            }
-            Err(why) => notes.not_run.push(NotRun { what: "KVM of this machine".to_owned(), why }),
-        }
+    let (kvm, not_run) = args.peer.kvm(|| working_kvm(memory, nr_others))?;
+    notes.not_run.extend(not_run);
+    if let Some((kvm, facts)) = kvm {
+        subjects.push(kvm);
+        notes.kvm = Some(facts);
     }
     Ok((subjects, notes))
 }
 
 /// A KVM whose guest has written a page, and whose log was got while its other vCPUs ran.
-fn working_kvm(memory: &Backing, nr_others: u16) -> Result<(Subject, KvmFacts), String> {
-    let facts = crate::kvm::facts().map_err(|error| error.to_string())?;
-    let works = || -> Result<Subject, Failure> {
-        let mut kvm = kvm::kvm(memory, nr_others)?;
-        let mut log = vec![0; pattern::nr_words((memory.size_bytes() >> Gfn::SHIFT) as u32)];
-        kvm.guest.write(&[0], 1)?;
-        kvm.others.run()?;
-        // This call clears the page's bit too: later calls begin with a clean log.
-        kvm.log.get(&mut log)?;
-        kvm.others.pause()?;
-        Ok(kvm)
-    };
-    Ok((works().map_err(|failure| failure.to_string())?, facts))
+fn working_kvm(memory: &Backing, nr_others: u16) -> Result<(Subject, KvmFacts), Failure> {
+    let facts = crate::kvm::facts()?;
+    let mut kvm = kvm::kvm(memory, nr_others)?;
+    let mut log = vec![0; pattern::nr_words((memory.size_bytes() >> Gfn::SHIFT) as u32)];
+    kvm.guest.write(&[0], 1)?;
+    kvm.others.run()?;
+    // This call clears the page's bit too: later calls begin with a clean log.
+    kvm.log.get(&mut log)?;
+    kvm.others.pause()?;
+    Ok((kvm, facts))
 }

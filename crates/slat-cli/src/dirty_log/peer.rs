@@ -196,7 +196,7 @@ impl<F: HardwareFormat> PeerVm<F> {
         let _mmu = lock(&self.mmu_lock);
         let mut any = 0;
         let log = self.slots.log_in_use();
-        for ((pair, out), first_page) in log.pairs().iter().zip(out.chunks_mut(2)).zip((0..).step_by(128)) {
+        for ((pair, out), first_page) in log.pairs.iter().zip(out.chunks_mut(2)).zip((0..).step_by(128)) {
             let taken = exchange16::take(pair);
             for ((taken, out), first_page) in taken.into_iter().zip(out).zip([first_page, first_page + 64]) {
                 *out = taken;

@@ -135,7 +135,7 @@ const _: () = {
 /// The system of a VM. Clones are the same.
 #[derive(Clone)]
 pub(super) struct System {
-    memory: Backing,
+    pub(super) memory: Backing,
     nr_listed: u64,
 }
 
@@ -156,10 +156,6 @@ impl System {
         }
         (0..nr_vcpus).for_each(|vcpu| system.write_descriptors(system.block(vcpu)));
         Ok(system)
-    }
-
-    pub(super) fn memory(&self) -> &Backing {
-        &self.memory
     }
 
     fn block(&self, vcpu: u64) -> u64 {

@@ -99,7 +99,7 @@ pub(super) fn run<F: HardwareFormat>(
     session: &Session,
 ) -> Result<Run, Failure> {
     let (area, setup) = Area::<F>::new(args.slots, locking)?;
-    let _watched = session.watch(area.vm());
+    let _watched = session.watch(&area.vm);
     let guest = AreaGuest::start(area.create_cpu()?, args.timeout)?;
     let mut bench = Bench {
         area: &area,
@@ -121,8 +121,8 @@ pub(super) fn run<F: HardwareFormat>(
         elapsed,
         nr_iterations,
         counts: bench.counts,
-        stats: area.stats(),
-        flush_method: area.flush_method(),
+        stats: area.vm.stats(),
+        flush_method: area.flush_domain.method(),
     })
 }
 
@@ -168,7 +168,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
         })?;
         // The machine's frames are the host's addresses, so the check of values would not notice a
         // page that was never zapped.
-        let (faults, discarded) = (self.area.stats().faults, nr_pages * nr_iterations);
+        let (faults, discarded) = (self.area.vm.stats().faults, nr_pages * nr_iterations);
         ensure!(
             faults >= discarded,
             Check,
@@ -206,7 +206,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
     }
 
     fn expect(&mut self, page: u64, offset_bytes: u64, expected: u64) -> Result<(), Failure> {
-        match self.area.backing().load((page << Gfn::SHIFT) + offset_bytes) {
+        match self.area.backing.load((page << Gfn::SHIFT) + offset_bytes) {
             Some(found) if found == expected => {
                 self.counts.nr_verified += 1;
                 Ok(())
@@ -253,13 +253,13 @@ impl<F: HardwareFormat> Bench<'_, F> {
         self.repeat(|bench, _| {
             bench.guest.post(GuestJob::Fill { pages: all.clone(), value: by_guest });
             for page in all.clone() {
-                bench.area.backing().store((page << Gfn::SHIFT) + HOST_WORD_BYTES, by_host);
+                bench.area.backing.store((page << Gfn::SHIFT) + HOST_WORD_BYTES, by_host);
             }
             bench.finish_guest()?;
             bench.guest.post(GuestJob::Take { pages: all.clone(), offset_bytes: HOST_WORD_BYTES, expected: by_host });
             for page in all.clone() {
                 bench.expect(page, 0, by_guest)?;
-                bench.area.backing().store(page << Gfn::SHIFT, 0);
+                bench.area.backing.store(page << Gfn::SHIFT, 0);
             }
             bench.finish_guest()
         })

@@ -277,7 +277,7 @@ impl Machine {
         let failed = |error: io::Error| Failure::CannotServe(format!("the emulator: {error}"));
         let mut running = Running::start(&mut command, session).map_err(failed)?;
         let (sender, lines) = mpsc::sync_channel(LINES);
-        if let (Some(stdout), Some(stderr)) = (running.child().stdout.take(), running.child().stderr.take()) {
+        if let (Some(stdout), Some(stderr)) = (running.child.stdout.take(), running.child.stderr.take()) {
             let of_guest = sender.clone();
             let pipes = match (plan.machine, plan.guest) {
                 // Bochs has the debug console there, and the serial line beside its own words.

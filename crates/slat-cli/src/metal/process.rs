@@ -16,7 +16,8 @@ use crate::session::Session;
 
 /// A program that runs.
 pub(super) struct Running {
-    child: Child,
+    /// For its pipes.
+    pub(super) child: Child,
     /// The process group, until the program has ended.
     group: Arc<Mutex<Option<Pid>>>,
 }
@@ -42,11 +43,6 @@ impl Running {
         Ok(Running { child, group })
     }
 
-    /// The child, for its pipes.
-    pub(super) fn child(&mut self) -> &mut Child {
-        &mut self.child
-    }
-
     /// Waits for the end.
     pub(super) fn wait(&mut self) -> io::Result<ExitStatus> {
         let status = self.child.wait()?;
@@ -68,7 +64,7 @@ impl Drop for Running {
 pub(super) fn output(command: &mut Command, session: &Session) -> io::Result<Output> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut running = Running::start(command, session)?;
-    let (stdout, stderr) = (running.child().stdout.take(), running.child().stderr.take());
+    let (stdout, stderr) = (running.child.stdout.take(), running.child.stderr.take());
     let errors = thread::spawn(move || read(stderr));
     let stdout = read(stdout)?;
     let stderr = errors.join().unwrap_or_else(|_| Ok(Vec::new()))?;

@@ -255,7 +255,7 @@ fn run_on<F: HardwareFormat>(
                 HugePagesArg::Split => Besides::Nothing,
                 HugePagesArg::MarkWhole => Besides::SameHugePage,
             };
-            oracle::check_stopped(&machine, logs.bitmaps(), dirty.round, besides)?;
+            oracle::check_stopped(&machine, &logs.bitmaps, dirty.round, besides)?;
             if logs.are_copied() {
                 oracle::check_again(&logs, Again::TheSame)?;
             }

@@ -22,9 +22,9 @@ pub(super) fn bytes_for(nr_cpus: usize, bytes: u64) -> u64 {
 #[derive(Clone, Debug)]
 pub(super) struct Machines {
     /// In ascending order, each once.
-    cpus: Vec<usize>,
+    pub(super) cpus: Vec<usize>,
     /// `None`: the smallest built-in topology that has enough CPUs.
-    chosen: Option<Topology>,
+    pub(super) chosen: Option<Topology>,
 }
 
 impl Machines {
@@ -63,11 +63,6 @@ impl Machines {
         Ok(machines)
     }
 
-    /// The numbers of CPUs, in ascending order.
-    pub(super) fn cpus(&self) -> &[usize] {
-        &self.cpus
-    }
-
     /// The largest number of CPUs.
     pub(super) fn most(&self) -> usize {
         self.cpus.last().copied().unwrap_or(1)
@@ -79,11 +74,6 @@ impl Machines {
             Some(topology) => Ok(topology.clone()),
             None => Ok(Topology::with_cpus(nr_cpus)?),
         }
-    }
-
-    /// The topology that the user chose.
-    pub(super) fn chosen(&self) -> Option<&Topology> {
-        self.chosen.as_ref()
     }
 
     /// The topology in results.
@@ -104,8 +94,8 @@ mod tests {
     #[test]
     fn the_smallest_topology_that_has_enough_cpus_is_the_default() {
         let machines = machines("--cpus 96,1,16").unwrap();
-        assert_eq!((machines.cpus(), machines.most()), (&[1, 16, 96][..], 96));
-        let sizes: Vec<_> = machines.cpus().iter().map(|&n| machines.topology(n).unwrap().nr_cpus()).collect();
+        assert_eq!((&machines.cpus[..], machines.most()), (&[1, 16, 96][..], 96));
+        let sizes: Vec<_> = machines.cpus.iter().map(|&n| machines.topology(n).unwrap().nr_cpus()).collect();
         assert_eq!(sizes, [2, 16, 96]);
         assert_eq!(machines.topology_name(), "built-in");
     }
@@ -119,7 +109,7 @@ mod tests {
     #[test]
     fn a_chosen_topology_is_that_of_all_numbers() {
         let machines = machines("--cpus 1,100 --topology 4x64").unwrap();
-        assert!(machines.cpus().iter().all(|&n| machines.topology(n).unwrap().nr_cpus() == 256));
+        assert!(machines.cpus.iter().all(|&n| machines.topology(n).unwrap().nr_cpus() == 256));
         assert_eq!(machines.topology_name(), "256 CPUs, 4 nodes");
     }
 }

@@ -248,7 +248,7 @@ fn results(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -
     };
     let config = json!({
         "system": args.system.name(),
-        "cpus": machines.cpus(),
+        "cpus": machines.cpus,
         "topology": machines.topology_name(),
         "parameters": args.parameters.as_deref().unwrap_or("built-in"),
         "bytes": args.bytes,

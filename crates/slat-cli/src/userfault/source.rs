@@ -5,7 +5,6 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use clap::Args;
 use slat::PAGE_SIZE;
@@ -20,9 +19,11 @@ use crate::session::Session;
 /// An opened `--source`. Its peer lives as long.
 #[derive(Debug)]
 pub(super) struct Source {
-    spec: SourceSpec,
-    open: OpenSource,
-    contents: Pattern,
+    pub(super) spec: SourceSpec,
+    /// What threads request pages of.
+    pub(super) open: OpenSource,
+    /// What its pages must hold.
+    pub(super) contents: Pattern,
     peer: Option<PagesServer>,
 }
 
@@ -51,25 +52,6 @@ impl Source {
         }
         let (contents, open) = (spec.contents().unwrap_or(contents), open.delayed_by(args.delay));
         Ok(Source { spec, open, contents, peer })
-    }
-
-    pub(super) fn spec(&self) -> &SourceSpec {
-        &self.spec
-    }
-
-    /// What threads request pages of.
-    pub(super) fn opened(&self) -> &OpenSource {
-        &self.open
-    }
-
-    /// The latency of each page.
-    pub(super) fn delay(&self) -> Duration {
-        self.open.delay()
-    }
-
-    /// What its pages must hold.
-    pub(super) fn contents(&self) -> Pattern {
-        self.contents
     }
 
     /// A note on the source, for the output.

@@ -59,7 +59,7 @@ fn rate(done: &Done, bytes: u64) -> f64 {
 }
 
 pub(super) fn add(part: &mut Part, context: &Context<'_>, all: &[Done]) {
-    let cpus = context.machines.cpus();
+    let cpus = &context.machines.cpus[..];
     let bytes = context.args.bytes;
     if !all.iter().any(|done| done.case.hypervisor == Hypervisor::Slat) {
         return;
