@@ -5,32 +5,14 @@ pub(crate) use slat_results::results::*;
 use crate::failure::Failure;
 
 /// The outcome of an experiment.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Outcome {
     /// The text for people.
     pub(crate) text: String,
     /// The object of `--json`; `None`: the command has none.
     pub(crate) results: Option<Results>,
     /// Why the command fails all the same.
-    pub(crate) shortfall: Option<Shortfall>,
-}
-
-/// What is wrong with an outcome that has figures.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Shortfall {
-    /// A check failed.
-    Check(String),
-    /// slat lost a comparison that it claims to win.
-    Claim(String),
-}
-
-impl From<Shortfall> for Failure {
-    fn from(shortfall: Shortfall) -> Failure {
-        match shortfall {
-            Shortfall::Check(what) => Failure::Check(what),
-            Shortfall::Claim(what) => Failure::Claim(what),
-        }
-    }
+    pub(crate) shortfall: Option<Failure>,
 }
 
 impl Outcome {

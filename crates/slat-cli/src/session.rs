@@ -258,7 +258,7 @@ fn wait(begun: &Begun, json: Option<ResultsFile>, session: &Session, events: &Re
             let delivered = deliver(json, &outcome, begun, false);
             match outcome.shortfall {
                 // Reported even if no reader of the output is left.
-                Some(shortfall) => quiet(delivered).and(Err(shortfall.into())),
+                Some(shortfall) => quiet(delivered).and(Err(shortfall)),
                 None => delivered,
             }
         }

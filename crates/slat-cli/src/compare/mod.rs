@@ -25,7 +25,7 @@ use crate::failure::Failure;
 use crate::options::{OutputArgs, ValueName};
 use crate::quantity::Unit;
 use crate::results::compared::{Compared, System};
-use crate::results::{Figure, Host, Labels, NotRun, Outcome, Results, Shortfall, rfc3339};
+use crate::results::{Figure, Host, Labels, NotRun, Outcome, Results, rfc3339};
 use crate::session::Session;
 use crate::{metal, numa_split, options, parallel_faults, scale, shadow, userfault};
 use comparison::Comparison;
@@ -127,8 +127,8 @@ impl Progressing {
         let text = current.map(claims::system).unwrap_or_default() + &claims::closing(&of_all, &self.failures);
         let shortfall = match (&self.failures[..], &of_all.lost[..]) {
             ([], []) => None,
-            ([], lost) => Some(Shortfall::Claim(lost.join("; "))),
-            (failures, _) => Some(Shortfall::Check(failures.join("; "))),
+            ([], lost) => Some(Failure::Claim(lost.join("; "))),
+            (failures, _) => Some(Failure::Check(failures.join("; "))),
         };
         let config = serde_json::json!({
             "size": self.args.size(),

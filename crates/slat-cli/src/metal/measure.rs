@@ -22,7 +22,7 @@ use super::saved::{self, CountedOn, Saved};
 use crate::failure::Failure;
 use crate::options::PeerArg;
 use crate::quantity::{Unit, digits, or_nothing, times};
-use crate::results::{Better, Figure, Labels, NotRun, Outcome, Shortfall, labels};
+use crate::results::{Better, Figure, Labels, NotRun, Outcome, labels};
 use crate::session::Session;
 use crate::table;
 
@@ -261,7 +261,7 @@ fn conclude(plan: &Plan, machine: &Machine, measured: &Measured, difference: Opt
             add_line!(out, "\nVerified: a loop of known length counts as that, and {}.", equality(measured));
         }
     });
-    let shortfall = difference.map(|what| Shortfall::Check(format!("two runs did not count the same: {what}")));
+    let shortfall = difference.map(|what| Failure::Check(format!("two runs did not count the same: {what}")));
     Outcome { shortfall, ..outcome }
 }
 
