@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use slat::baselines::Locking;
+use slat::error::RangeError;
 use slat::tables::AccessTracking;
 use slat::{Config, Gfn, GfnRange, PageSize};
 use slat_machine::hardware::commit::FlushMethod;
@@ -177,6 +178,7 @@ fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session
         nr_verified: 0,
         flush_method: machine.flush_method(),
     };
+    let test = |range| machine.vm().test_age_range(range);
     let mut last_title = "";
     for phase in &PHASES {
         let before = machine.vm().stats();
@@ -196,7 +198,7 @@ fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session
             }
             Action::MarkIdle => {
                 let begin = Instant::now();
-                let nr_young = age(&machine, args.pass, Marking::Idle)?;
+                let nr_young = age(&machine, args.pass, |range| machine.vm().age_range(range))?;
                 let time = begin.elapsed();
                 run.still_idle.push(judge(args, last_title, nr_young, nr_pages)?);
                 (time, nr_pages)
@@ -207,33 +209,24 @@ fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session
         if phase.action == Action::MarkIdle {
             ensure!(nr_flushes == 0, Check, "marking memory idle flushed {nr_flushes} times");
             // No vCPU runs, so no page was used since.
-            let nr_young = age(&machine, args.pass, Marking::Test)?;
+            let nr_young = age(&machine, args.pass, test)?;
             ensure!(nr_young == 0, Check, "{nr_young} pages are young right after they were marked idle");
         }
         run.phases.push(Measured { time, nr_pages: nr_visited, nr_faults: after.faults - before.faults, nr_flushes });
         last_title = phase.title;
     }
-    let nr_young = age(&machine, args.pass, Marking::Test)?;
+    let nr_young = age(&machine, args.pass, test)?;
     run.still_idle.push(judge(args, last_title, nr_young, nr_pages)?);
     Ok(run)
 }
 
-/// What a pass over the pages does to used ones.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Marking {
-    Idle,
-    /// They stay as they are.
-    Test,
-}
-
-/// One pass over all pages; returns how many were young. The calling thread does all of it, as with
-/// KVM's lru_gen.
-fn age<F: HardwareFormat>(machine: &Machine<F>, pass: PassArg, marking: Marking) -> Result<u64, Failure> {
-    let vm = machine.vm();
-    let age_or_test = |range| match marking {
-        Marking::Idle => vm.age_range(range),
-        Marking::Test => vm.test_age_range(range),
-    };
+/// One pass over all pages, by calls of `age_or_test`; returns how many were young. The calling
+/// thread does all of it, as with KVM's lru_gen.
+fn age<F: HardwareFormat>(
+    machine: &Machine<F>,
+    pass: PassArg,
+    age_or_test: impl Fn(GfnRange) -> Result<u64, RangeError>,
+) -> Result<u64, Failure> {
     let mut nr_young = 0;
     for slot in machine.slots() {
         let range = GfnRange::new(slot.gpa.gfn(), slot.nr_pages);

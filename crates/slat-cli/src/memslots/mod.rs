@@ -124,7 +124,7 @@ fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
     ensure!(
         args.slots >= 2 || !tests.contains(&Test::MoveInactive),
         Usage,
-        "test 4, move inactive area, needs at least 2 slots; choose more (-s), or -e 3"
+        "test 4, move inactive area, needs at least 2 slots; choose more (--slots), or --last-test 3"
     );
     Ok(tests)
 }

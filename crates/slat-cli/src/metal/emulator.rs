@@ -17,7 +17,7 @@ use super::packages::{Emulator, Qemu};
 use super::plan::Plan;
 use super::process::Running;
 use super::protocol::{Line, Verdict};
-use super::walker::{Compared, Corrupted, MachineMemory};
+use super::walker::{Compared, MachineMemory};
 use super::{ControlArg, GuestArg, MachineArg, bochs, initramfs, migration};
 use crate::failure::Failure;
 use crate::quantity::Unit;
@@ -124,21 +124,14 @@ fn place(loading: Loading, files: &[Loaded]) -> Vec<(u64, Loaded)> {
 /// What came of a run.
 #[derive(Debug)]
 pub(super) struct Ended {
-    pub(super) status: Status,
+    /// `None`: it was killed, since it did not end in time.
+    pub(super) status: Option<ExitStatus>,
     pub(super) verdict: Option<Verdict>,
     /// In the order in which they came first.
     pub(super) figures: Vec<(String, Unit, Vec<f64>)>,
     pub(super) time: Duration,
     /// The last thing that was said, for people to see where it stopped.
     pub(super) last: String,
-}
-
-/// How the emulator ended.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Status {
-    Exited(ExitStatus),
-    /// It was killed, since it did not end in time.
-    TimedOut,
 }
 
 /// What a line is of.
@@ -315,7 +308,7 @@ impl Machine {
         let status = loop {
             // Also of a guest that says something all the time.
             if begin.elapsed() >= longest {
-                break Status::TimedOut;
+                break None;
             }
             match lines.recv_timeout(longest.saturating_sub(begin.elapsed())) {
                 Ok((pipe, line)) => {
@@ -325,8 +318,8 @@ impl Machine {
                         longest = longest.min(begin.elapsed() + END);
                     }
                 }
-                Err(RecvTimeoutError::Timeout) => break Status::TimedOut,
-                Err(RecvTimeoutError::Disconnected) => break Status::Exited(running.wait().map_err(failed)?),
+                Err(RecvTimeoutError::Timeout) => break None,
+                Err(RecvTimeoutError::Disconnected) => break Some(running.wait().map_err(failed)?),
             }
         };
         let Heard { verdict, mut figures, last, compared, .. } = heard;
@@ -447,13 +440,10 @@ impl Heard<'_> {
             }
             Line::Tables(tables) => {
                 let Some(memory) = self.memory else { return self.show("qemu |", text) };
-                let corrupted = match self.plan.control {
-                    ControlArg::WrongPte => Corrupted::Leaf(self.plan.seed),
-                    _ => Corrupted::Nothing,
-                };
+                let wrong_leaf = (self.plan.control == ControlArg::WrongPte).then_some(self.plan.seed);
                 let failed =
                     |error| Failure::Check(format!("page tables cannot be walked in the machine's memory: {error}"));
-                self.compared.add(memory.check(&tables, corrupted).map_err(failed)?);
+                self.compared.add(memory.check(&tables, wrong_leaf).map_err(failed)?);
                 Ok(())
             }
             Line::Verdict(verdict) => {

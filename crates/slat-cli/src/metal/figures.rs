@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::emulator::{Ended, LEAVES_ON_THEIR_NODE, LEAVES_WALKED, Machine, Status, TABLES_WALKED};
+use super::emulator::{Ended, LEAVES_ON_THEIR_NODE, LEAVES_WALKED, Machine, TABLES_WALKED};
 use super::migration::BothEnded;
 use super::plan::Plan;
 use super::protocol::{Check, Verdict};
@@ -149,11 +149,11 @@ fn judge(control: ControlArg, verdict: Result<Verdict, String>) -> Judged {
 pub(super) fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
     let behind = if ended.last.is_empty() { "nothing was said".to_owned() } else { format!("last: {}", ended.last) };
     let status = match (ended.status, &ended.verdict) {
-        (Status::Exited(status), _) => status,
-        (Status::TimedOut, None) => {
+        (Some(status), _) => status,
+        (None, None) => {
             return Err(format!("no verdict in {}; {behind}", humantime::format_duration(plan.timeout)));
         }
-        (Status::TimedOut, Some(verdict)) => {
+        (None, Some(verdict)) => {
             return Err(format!("the verdict was \"{}\", but the machine did not end", verdict.text()));
         }
     };
