@@ -11,7 +11,6 @@ use crate::results::{Figure, Outcome, Results};
 use crate::session::Session;
 use crate::table;
 
-/// The options of `slat demo`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat demo --verbose")]
 pub(crate) struct DemoArgs {

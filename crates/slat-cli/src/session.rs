@@ -125,7 +125,6 @@ impl Session {
         self.shared.live.as_ref().map(|live| live.watch(vm))
     }
 
-    /// Removes `path` if the process is interrupted.
     pub(crate) fn remove_if_interrupted(&self, path: PathBuf) {
         // It may have been removed already.
         self.when_interrupted(move || drop(std::fs::remove_file(path)));
@@ -161,7 +160,6 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Shows the run that begins.
     pub(crate) fn begin(&self, run: String) {
         if let Some(live) = &self.live {
             live.begin(self.bar.position() + 1, self.bar.length().unwrap_or_default(), &run);

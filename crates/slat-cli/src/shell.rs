@@ -12,7 +12,6 @@ use crate::failure::Failure;
 use crate::options::OUTPUT;
 use crate::results;
 
-/// The options of `slat completions`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat completions bash\n\n\
                         Where the output belongs: bash: ~/.local/share/bash-completion/completions/slat;\n\
@@ -23,7 +22,6 @@ pub(crate) struct CompletionsArgs {
     shell: Shell,
 }
 
-/// The options of `slat man`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat man -o /usr/local/share/man/man1")]
 pub(crate) struct ManArgs {

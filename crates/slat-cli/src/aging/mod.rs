@@ -31,7 +31,6 @@ use crate::options::{
 use crate::results::Outcome;
 use crate::session::Session;
 
-/// The options of `slat aging`.
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true, after_help = "Example: slat aging -v 8 -b 64M --access-tracking accessed-bit")]
 pub(crate) struct AgingArgs {

@@ -31,7 +31,6 @@ use crate::{metal, numa_split, options, parallel_faults, scale, shadow, userfaul
 use comparison::Comparison;
 use systems::{Plan, Planned};
 
-/// The options of `slat compare`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat compare --quick --only shadow,dirty-log --json FILE")]
 pub(crate) struct CompareArgs {

@@ -291,7 +291,6 @@ const TURNS: [Row; 9] = [
     Row::count("faults", "Faults", |turn| turn.nr_faults.map(|faults| faults as f64)),
 ];
 
-/// Prints the tables of a migration.
 pub(super) fn print_migration(out: &mut String, args: &DirtyLogArgs, notes: &Notes, all: &[Migration]) {
     let rate = match args.guest_rate() {
         0 => "as many pages as it can".to_owned(),

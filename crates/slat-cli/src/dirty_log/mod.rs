@@ -56,7 +56,6 @@ const WINDOW_UNIT: u64 = 64 << Gfn::SHIFT;
 /// vCPUs beside a call, at most: each is a thread of each method.
 const MAX_RUNNING: i64 = 64;
 
-/// The options of `slat dirty-log`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -141,7 +140,6 @@ pub(crate) struct DirtyLogArgs {
 }
 
 impl DirtyLogArgs {
-    /// Size of the slot.
     fn slot_bytes(&self) -> u64 {
         self.bytes.unwrap_or(match self.workload {
             Workload::Table | Workload::Migration => 1 << 30,

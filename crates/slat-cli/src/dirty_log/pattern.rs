@@ -46,7 +46,6 @@ pub(super) fn nr_words(nr_pages: u32) -> usize {
     nr_pages.div_ceil(u64::BITS) as usize
 }
 
-/// Makes `bitmap` that of `pages`.
 pub(super) fn set_bits(bitmap: &mut [u64], pages: &[u32]) {
     bitmap.fill(0);
     for &page in pages {

@@ -239,7 +239,6 @@ impl<F: HardwareFormat> PeerVm<F> {
     }
 }
 
-/// The vCPU's side of a peer.
 struct PeerVcpu<F>(Arc<PeerVm<F>>);
 
 impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
@@ -263,7 +262,6 @@ impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
     fn log_modifications(&mut self, _written: &[Gpa]) {}
 }
 
-/// A vCPU of a peer with its guest.
 struct PeerGuest<F: HardwareFormat> {
     vm: Arc<PeerVm<F>>,
     guest: SoftwareGuest<Cpu<PeerVcpu<F>, F>>,

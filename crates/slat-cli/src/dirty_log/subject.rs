@@ -83,7 +83,6 @@ pub(super) struct Subject {
     pub(super) log: Box<dyn DirtyLog>,
     /// The vCPU that writes.
     pub(super) guest: Box<dyn Guest>,
-    /// The other vCPUs.
     pub(super) others: RunningVcpus,
 }
 
@@ -152,7 +151,6 @@ impl<C: GuestCpu + Send> Guest for SoftwareGuest<C> {
     }
 }
 
-/// The memory of the slot.
 pub(super) fn memory(kind: BackingKind, size_bytes: u64) -> Result<Backing, Failure> {
     Ok(Backing::new(kind, size_bytes).map_err(MachineError::from)?)
 }

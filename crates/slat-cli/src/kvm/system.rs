@@ -240,7 +240,6 @@ impl System {
         }
     }
 
-    /// Writes a handler for each exception.
     fn write_handlers(&self) {
         for vector in 0..NR_VECTORS {
             let handler = SYSTEM_GPA + HANDLERS + vector * HANDLER_BYTES;

@@ -23,7 +23,6 @@ use crate::session::Session;
 use area::MAX_AREA_SLOTS;
 use experiments::{Run, Test};
 
-/// The options of `slat memslots`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,

@@ -53,13 +53,11 @@ const END: Duration = Duration::from_secs(10);
 
 /// What was built and got.
 pub(super) struct Files {
-    /// The hypervisor.
     pub(super) image: PathBuf,
     /// Linux, if it is the guest, or has KVM.
     pub(super) linux: Option<Linux>,
 }
 
-/// A Linux that boots.
 pub(super) struct Linux {
     pub(super) kernel: PathBuf,
     /// Its first process.
@@ -374,7 +372,6 @@ fn read_module(path: &Path) -> io::Result<initramfs::Module> {
 /// Bytes of a line, at most.
 const MAX_LINE_BYTES: u64 = 1 << 16;
 
-/// Sends each line of `pipe`.
 fn read(from: impl Read, pipe: Pipe, to: &SyncSender<(Pipe, String)>) {
     let mut from = BufReader::new(from);
     let mut bytes = Vec::new();

@@ -29,12 +29,10 @@ type Judged = Result<String, String>;
 /// What was measured: names, units and samples.
 type Measured = [(String, Unit, Vec<f64>)];
 
-/// The outcome of a run.
 pub(super) fn outcome(plan: &Plan, machine: &Machine, ended: &Ended) -> Outcome {
     conclude(plan, machine, verdict(plan, ended), &ended.figures, ended.time)
 }
 
-/// The outcome of a migration.
 pub(super) fn outcome_of_both(plan: &Plan, machine: &Machine, ended: BothEnded) -> Outcome {
     let BothEnded { source, target } = ended;
     let verdict = both(verdict(plan, &source), target.as_ref().map(|target| verdict(plan, target)));

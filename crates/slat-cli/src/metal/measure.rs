@@ -174,7 +174,6 @@ impl Measured {
         least(self.samples(event, system)?)
     }
 
-    /// The events in the table.
     fn events(&self) -> &'static [(&'static str, &'static str)] {
         if self.nr_cpus == 1 { &EVENTS } else { &TOGETHER }
     }

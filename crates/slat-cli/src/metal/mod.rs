@@ -53,7 +53,6 @@ use packages::Downloads;
 use parts::Parts;
 use plan::Plan;
 
-/// The options of `slat metal`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,

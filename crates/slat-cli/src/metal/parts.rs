@@ -44,7 +44,6 @@ impl<'a> Parts<'a> {
         self.cache.file(&format!("kvm-counts-{}.json", self.plan.machine.name()))
     }
 
-    /// The emulator.
     pub(super) fn emulator(&self) -> Result<Emulator, Failure> {
         let emulator = match self.plan.machine {
             MachineArg::Svm | MachineArg::Arm | MachineArg::RiscV => {
@@ -61,7 +60,6 @@ impl<'a> Parts<'a> {
         Ok(emulator)
     }
 
-    /// The Linux that is the guest.
     pub(super) fn guest_linux(&self) -> Result<Linux, Failure> {
         self.begin("looking for the guest's kernel");
         let kernel = match &self.args.kernel {
@@ -71,7 +69,6 @@ impl<'a> Parts<'a> {
         self.linux(kernel, Vec::new(), "building the guest's first process", "slat-guest-init")
     }
 
-    /// The Linux that has KVM.
     pub(super) fn kvm_linux(&self) -> Result<Linux, Failure> {
         self.begin("looking for a kernel with KVM");
         let (kernel, modules) = self.cache.kvm_kernel(self.plan.machine.architecture(), self.session)?;

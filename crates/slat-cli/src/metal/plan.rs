@@ -153,7 +153,6 @@ impl Plan {
         (nr_copies * self.memory + HYPERVISOR_MEMORY) >> 20
     }
 
-    /// The nodes of the machine's memory.
     pub(super) fn nodes(&self) -> NodeMemory {
         NodeMemory::new(self.machine.architecture().facts().memory_start, self.machine_mib(), self.nr_nodes)
     }

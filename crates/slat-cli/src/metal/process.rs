@@ -14,7 +14,6 @@ use rustix::process::{Pid, Signal, kill_process_group, set_parent_process_death_
 use crate::live::lock;
 use crate::session::Session;
 
-/// A program that runs.
 pub(super) struct Running {
     /// For its pipes.
     pub(super) child: Child,
@@ -43,7 +42,6 @@ impl Running {
         Ok(Running { child, group })
     }
 
-    /// Waits for the end.
     pub(super) fn wait(&mut self) -> io::Result<ExitStatus> {
         let status = self.child.wait()?;
         // Another process may get the number now.

@@ -15,7 +15,6 @@ use crate::table::{self, MEDIAN};
 
 type Row = PerRun<Run>;
 
-/// The figures of this experiment.
 const FIGURES: [Row; 13] = [
     Row::count("split_pages", "Huge pages split", |run| count(run, |stats| stats.splits)),
     Row::count("split_tables", "Tables of splits", |run| count(run, |stats| stats.split_tables)),

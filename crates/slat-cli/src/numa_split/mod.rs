@@ -37,7 +37,6 @@ const DEFAULT_NR_NODES: u32 = 8;
 /// Threads that split, at most.
 const MAX_THREADS: usize = 1024;
 
-/// The options of `slat numa-split`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,

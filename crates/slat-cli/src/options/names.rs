@@ -59,7 +59,6 @@ pub(crate) struct OneOrAll<T> {
     pub(crate) values: Vec<T>,
 }
 
-/// Parses a name of a value of `T`.
 pub(crate) fn named<T: Named>() -> impl TypedValueParser<Value = T> + use<T> {
     one_or_all(None).map(|one: OneOrAll<T>| one.values[0])
 }

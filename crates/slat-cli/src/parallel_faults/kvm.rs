@@ -67,7 +67,6 @@ impl Peer {
         Some(kind)
     }
 
-    /// A run of that column.
     pub(super) fn run(&self) -> Result<Run, Failure> {
         match &self.kvm {
             Some(kvm) => kvm.plan.run(),
@@ -75,7 +74,6 @@ impl Peer {
         }
     }
 
-    /// Notes on the figures of its `column`.
     pub(super) fn notes(&self, column: Option<&Column>) -> Vec<String> {
         let Some(kvm) = &self.kvm else {
             return self.not_run.iter().map(NotRun::to_string).collect();

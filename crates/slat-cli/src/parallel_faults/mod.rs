@@ -18,7 +18,6 @@ use crate::session::Session;
 use kvm::Peer;
 pub(crate) use published::PHASES;
 
-/// The options of `slat parallel-faults`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,

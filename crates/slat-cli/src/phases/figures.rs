@@ -225,7 +225,6 @@ impl Report<'_> {
         std::iter::once(first.to_owned()).chain(self.columns.iter().map(|column| column.of.title.clone())).collect()
     }
 
-    /// Prints the configuration.
     pub(crate) fn print_head(&self, out: &mut String) {
         let args = self.args;
         add_line!(
@@ -291,7 +290,6 @@ impl Report<'_> {
         add_line!(out, "\n{table}\n");
     }
 
-    /// Prints the notes.
     pub(crate) fn print_notes(&self, out: &mut String) {
         let (args, host) = (self.args, HostDescription::read());
         if let Some(run) = self.engine_runs().next() {

@@ -67,7 +67,6 @@ pub(crate) struct EngineRun {
     pub(crate) stats: Stats,
     /// Shadow tables then.
     pub(crate) nr_shadow_tables: u64,
-    /// The reads of walks in the rounds of dirtying.
     pub(crate) dirty_reads: WalkReads,
     /// Page-table pages after the last of these rounds.
     pub(crate) tables_by_node: Vec<(NodeId, u64)>,

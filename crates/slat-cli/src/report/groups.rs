@@ -22,7 +22,6 @@ pub(crate) struct Group<'a> {
 }
 
 impl<'a> Group<'a> {
-    /// The first result that there is.
     pub(crate) fn first(&self) -> Option<&'a Results> {
         self.results.iter().flatten().next().copied()
     }

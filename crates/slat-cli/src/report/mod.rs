@@ -30,7 +30,6 @@ use crate::failure::Failure;
 use crate::options::OUTPUT;
 use crate::results;
 
-/// The options of `slat report`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat report before.json after.json -o report.html")]
 pub(crate) struct ReportArgs {

@@ -206,7 +206,6 @@ fn experiment(group: &Group<'_>, all: &[Group<'_>], figures: &[Markup], inputs: 
     }
 }
 
-/// The settings of an experiment.
 fn settings(config: &serde_json::Value) -> Markup {
     let settings: Vec<_> = shown_settings(config).collect();
     html! {

@@ -152,7 +152,6 @@ fn quartiles(samples: &Samples) -> Option<[f64; 2]> {
     (samples.len() > 1).then(|| samples.quartiles())
 }
 
-/// A median with its quartiles.
 fn with_quartiles(median: Option<f64>, quartiles: Option<[f64; 2]>, unit: Unit) -> String {
     match (median, quartiles) {
         (None, _) => NOTHING.to_owned(),
@@ -369,7 +368,6 @@ pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a Labels>) -> Vec<&'a str>
     vary
 }
 
-/// The labels `keys`, as a name.
 pub(crate) fn labels(labels: &Labels, keys: &[&str]) -> String {
     // The description of what a figure was measured on may be long, after a colon.
     let named = |(key, value): (&String, &Value)| {

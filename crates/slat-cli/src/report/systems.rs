@@ -12,7 +12,6 @@ use crate::results::Better;
 use crate::results::compared::{Evaluation, Published, Role, Side, System, Verdict};
 use crate::statistics::{Difference, difference};
 
-/// All systems, in the order of the files.
 pub(crate) fn systems(inputs: &[Input]) -> Vec<InFiles<'_, System>> {
     in_files(&inputs.iter().map(Input::systems).collect::<Vec<_>>(), |system| &system.system)
 }

@@ -60,7 +60,6 @@ fn title(check: &Check) -> String {
     format!("seed {}, {} vCPUs on {} CPUs", Seed(check.seed), check.nr_vcpus, check.nr_cpus)
 }
 
-/// The command that replays a seed.
 fn replay(args: &ScaleArgs, seed: &str) -> String {
     let parameters = args.parameters.as_ref().map(|file| format!(" --parameters {file}")).unwrap_or_default();
     format!("slat scale --check{parameters} --seed {seed} --seconds 1")

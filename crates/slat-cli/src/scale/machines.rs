@@ -76,7 +76,6 @@ impl Machines {
         }
     }
 
-    /// The topology in results.
     pub(super) fn topology_name(&self) -> &str {
         self.chosen.as_ref().map_or("built-in", Topology::name)
     }

@@ -36,7 +36,6 @@ use crate::session::Session;
 use machines::Machines;
 use trace::Traced;
 
-/// The options of `slat scale`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,

@@ -84,7 +84,6 @@ impl Column {
     }
 }
 
-/// The columns by number of vCPUs.
 fn by_vcpus<'a, 'b>(columns: &'a [&'b Column]) -> impl Iterator<Item = &'a [&'b Column]> {
     columns.chunk_by(|one, next| one.of.nr_vcpus == next.of.nr_vcpus && one.of.strategy != next.of.strategy)
 }

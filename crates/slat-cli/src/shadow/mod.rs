@@ -36,7 +36,6 @@ use run::Run;
 /// Most vCPUs of the mini guest kernel.
 const MAX_VCPUS: u16 = 128;
 
-/// The options of `slat shadow`.
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true, after_help = "Example: slat shadow -v 4 --steps 10000 --pcid off")]
 pub(crate) struct ShadowArgs {

@@ -52,7 +52,6 @@ const CR3_KEEP: u64 = 1 << 63;
 
 pub(super) struct Switch {
     pub(super) strategy: ShadowStrategy,
-    /// Different roots.
     pub(super) nr_roots: usize,
     /// Seconds for a load and an entry, by batch.
     pub(super) times: Samples,

@@ -11,7 +11,6 @@ use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Host, Labels, Results};
 use crate::table;
 
-/// Combinations that had a turn.
 fn nr_combinations(args: &StressArgs, turns: &Turns) -> usize {
     combinations(args).len().min(turns.plans.len())
 }

@@ -103,7 +103,6 @@ struct Plan {
 }
 
 impl Plan {
-    /// The generator of thread `thread`.
     fn rng(&self, thread: u64) -> SmallRng {
         // The generator mixes its seed well; this only has to differ for all threads of all turns.
         SmallRng::seed_from_u64(self.seed ^ self.number.rotate_left(32) ^ thread.rotate_left(48))
@@ -143,7 +142,6 @@ struct Summary {
 
 #[derive(Default)]
 struct Turns {
-    /// The plan of each turn.
     plans: Vec<String>,
     flush_method: Option<FlushMethod>,
 }

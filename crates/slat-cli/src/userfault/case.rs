@@ -79,7 +79,6 @@ impl Uffds {
 pub(super) struct Case {
     pub(super) mode: Mode,
     pub(super) nr_vcpus: usize,
-    /// Memory for each vCPU.
     pub(super) bytes_per_vcpu: u64,
     pub(super) backing: PagedBacking,
     pub(super) uffds: Uffds,

@@ -327,7 +327,6 @@ impl Report<'_> {
         Results { published, ..results }
     }
 
-    /// The published rate of a case, and the platform.
     fn published_rate(&self, case: &Case) -> Option<(&'static str, f64)> {
         let (platform, groups) = self.published()?;
         let group = groups.iter().find(|group| (group.backing, group.uffds) == (case.backing, case.uffds))?;

@@ -62,13 +62,11 @@ pub(super) struct Run {
     pub(super) nr_killed: Option<u64>,
     /// Threads that ran the vCPUs.
     pub(super) nr_threads: usize,
-    /// The origin of guest_memfd memory.
     pub(super) guest_memfd: Option<GuestMemfdOrigin>,
     pub(super) engine: Stats,
     pub(super) flush_method: FlushMethod,
 }
 
-/// A case and its runs.
 pub(super) type Measured = Column<Case, Run>;
 
 pub(super) fn once(args: &UserfaultArgs, case: &Case, source: &Source, session: &Session) -> Result<Run, Failure> {

@@ -62,7 +62,6 @@ impl Source {
     }
 }
 
-/// The options of `slat serve-pages`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat serve-pages unix:/tmp/pages\n\
                         then:    slat userfault --exits --source unix:/tmp/pages")]
@@ -74,7 +73,6 @@ pub(crate) struct ServeArgs {
     contents: SourceSpec,
 }
 
-/// Parses `--contents`.
 pub(super) fn contents(text: &str) -> Result<SourceSpec, String> {
     match text.parse::<SourceSpec>() {
         Ok(spec) if spec.contents().is_some() => Ok(spec),

@@ -78,7 +78,6 @@ impl GracePeriods {
         set
     }
 
-    /// A vCPU enters its guest.
     pub(super) fn enter_guest(&self) -> InGuest {
         // Acquire: the set in use is read after the kicks; pairs with `synchronize`.
         let kicks = self.kicks.load(Ordering::Acquire);
@@ -91,7 +90,6 @@ impl GracePeriods {
         self.kicks.load(Ordering::Relaxed) != stay.kicks
     }
 
-    /// A vCPU exits.
     pub(super) fn exit_guest(&self, stay: InGuest) {
         drop(ReadGuard(&self.counters[stay.set]));
     }

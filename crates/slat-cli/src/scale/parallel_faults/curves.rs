@@ -15,7 +15,6 @@ use crate::table;
 /// In the order of the tables' columns; the first is slat.
 const LOCKS: [Lock; 3] = [Lock::None, Lock::Shared, Lock::Exclusive];
 
-/// A table.
 struct Curve {
     title: &'static str,
     sharing: Sharing,

@@ -45,7 +45,6 @@ pub(super) fn cases() -> impl Iterator<Item = Case> {
     SHARINGS.into_iter().flat_map(|sharing| LOCKS.map(|lock| case(lock, sharing)))
 }
 
-/// The published pages.
 fn nr_published_pages(sharing: Sharing) -> u64 {
     match sharing {
         Sharing::Partitioned => (BYTES_EACH >> 12) * NR_VCPUS as u64,
