@@ -2,12 +2,12 @@
 
 use serde_json::json;
 use slat::PageSize;
-use slat_machine::linux::topology::HostDescription;
+use slat_machine::hardware::commit::FlushMethod;
 
 use super::{AgingArgs, Measured, PHASES, PassArg, Run, Series, can_tlb_hide, is_too_many, leaf_size};
 use crate::options::{Named, ValueName};
 use crate::quantity::{Unit, quantity};
-use crate::results::{Figure, Host, Results, cell, labels, measured_on};
+use crate::results::{Figure, Host, Results, cell, labels, print_host};
 use crate::statistics::Samples;
 use crate::table::{self, MEDIAN};
 
@@ -43,7 +43,6 @@ fn still_idle(series: &Series) -> Vec<(&'static str, u64)> {
 
 /// Prints the lines of KVM's test (of each run, if there is one series), the tables and the notes.
 pub(super) fn print(out: &mut String, args: &AgingArgs, all: &[&Series]) {
-    let host = HostDescription::read();
     add_line!(
         out,
         "{} vCPUs, {} each ({} access), memory: {}, tables: {}",
@@ -69,17 +68,16 @@ pub(super) fn print(out: &mut String, args: &AgingArgs, all: &[&Series]) {
     }
     print_tables(out, all);
     print_warnings(out, args, all);
-    if let Some(run) = all.first().and_then(|series| series.runs.first()) {
-        add_line!(out, "{}", measured_on(&host, run.flush_method));
-    }
-    if args.guest.vcpus > host.nr_cpus {
-        add_line!(out, "{} vCPUs on {} CPUs: the times measure the scheduler too.", args.guest.vcpus, host.nr_cpus);
-    }
+    print_host(out, flush_method(all), args.guest.vcpus, "the times measure the scheduler too.");
     let nr_verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.nr_verified).sum();
     add_line!(
         out,
         "Verified: {nr_verified} reads found what was written; marking idle flushed nothing and left no page young."
     );
+}
+
+fn flush_method(all: &[&Series]) -> Option<FlushMethod> {
+    Some(all.first()?.runs.first()?.flush_method)
 }
 
 fn header(all: &[&Series], first: String) -> Vec<String> {
@@ -157,7 +155,6 @@ pub(super) fn results(args: &AgingArgs, all: &[&Series]) -> Results {
         push("verified".to_owned(), Unit::Count, of_runs(|run| run.nr_verified));
         push("pages".to_owned(), Unit::Count, of_runs(|run| run.nr_pages));
     }
-    let flush_method = all.first().and_then(|series| series.runs.first()).map(|run| run.flush_method);
     let config = json!({
         "vcpus": args.guest.vcpus,
         "bytes": args.guest.bytes,
@@ -168,5 +165,5 @@ pub(super) fn results(args: &AgingArgs, all: &[&Series]) -> Results {
         "format": args.tables.format.name(),
         "runs": args.runs,
     });
-    Results::new("aging", config, Host::read(flush_method), results)
+    Results::new("aging", config, Host::read(flush_method(all)), results)
 }

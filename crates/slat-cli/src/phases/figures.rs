@@ -6,13 +6,12 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use slat::PAGE_SIZE;
 use slat::stats::{Histogram, Stats};
-use slat_machine::linux::topology::HostDescription;
 
 use super::{Column, EngineRun, Run, manual_protect};
 use crate::options::{HugePagesArg, Named, ValueName, dirty_tracking, protection_name};
 use crate::phases::PhasesArgs;
 use crate::quantity::{Unit, quantity};
-use crate::results::{Distribution, Figure, Host, PerRun, Results, cell, measured_on};
+use crate::results::{Distribution, Figure, Host, PerRun, Results, cell, print_host};
 use crate::statistics::Samples;
 use crate::table::{self, MEDIAN};
 
@@ -291,13 +290,8 @@ impl Report<'_> {
     }
 
     pub(crate) fn print_notes(&self, out: &mut String) {
-        let (args, host) = (self.args, HostDescription::read());
-        if let Some(run) = self.engine_runs().next() {
-            add_line!(out, "{}", measured_on(&host, run.flush_method));
-        }
-        if args.guest.vcpus > host.nr_cpus {
-            add_line!(out, "{} vCPUs on {} CPUs: the times measure the scheduler too.", args.guest.vcpus, host.nr_cpus);
-        }
+        let flush_method = self.engine_runs().next().map(|run| run.flush_method);
+        print_host(out, flush_method, self.args.guest.vcpus, "the times measure the scheduler too.");
         let nr_samples: u64 = self.engine_runs().map(|run| run.stats.guest_stall_ns.count()).sum();
         add_line!(
             out,
@@ -306,7 +300,7 @@ impl Report<'_> {
         );
         let verified: u64 = self.runs().map(|run| run.nr_verified).sum();
         add!(out, "Verified: {verified} reads found what was written");
-        if args.check {
+        if self.args.check {
             add!(out, "; every harvest agreed with the guest's memory, stopped and running");
         }
         add_line!(out, ".");

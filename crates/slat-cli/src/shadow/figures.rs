@@ -3,14 +3,13 @@
 use serde_json::json;
 use slat::shadow::ShadowStrategy;
 use slat_machine::guest_os::{Isolation, KernelCounters, Pcids};
-use slat_machine::linux::topology::HostDescription;
 
 use super::run::Run;
 use super::switch::{self, Switch};
 use super::{Column, ShadowArgs, build, model, vcpus};
 use crate::options::Named;
 use crate::quantity::{Unit, quantity};
-use crate::results::{Figure, Host, PerRun, Results, cell, labels, measured_on};
+use crate::results::{Figure, Host, PerRun, Results, cell, labels, print_host};
 use crate::statistics::Samples;
 use crate::table::{self, MEDIAN};
 
@@ -179,19 +178,14 @@ fn print_notes(out: &mut String, args: &ShadowArgs, columns: &[&Column]) {
         build::MIX.user_work_ns as f64 * 1e-3,
         args.exit_cost_ns()
     );
-    let host = HostDescription::read();
     let runs = || columns.iter().flat_map(|column| &column.runs);
-    if let Some(run) = runs().next() {
-        add_line!(out, "{}", measured_on(&host, run.flush_method));
-    }
     let most = columns.iter().map(|column| usize::from(column.of.nr_vcpus)).max().unwrap_or(0);
-    if most > host.nr_cpus {
-        add_line!(
-            out,
-            "{most} vCPUs on {} CPUs: a vCPU without a CPU delays the vCPUs that wait for it; time without a CPU is subtracted.",
-            host.nr_cpus
-        );
-    }
+    print_host(
+        out,
+        runs().next().map(|run| run.flush_method),
+        most,
+        "a vCPU without a CPU delays the vCPUs that wait for it; time without a CPU is subtracted.",
+    );
     let nr_checked: u64 = runs().map(|run| run.guest(|guest| guest.user_accesses + guest.kernel_accesses)).sum();
     add_line!(out, "Verified: {nr_checked} accesses of the guest had the result that its page tables define.");
 }

@@ -1,7 +1,6 @@
 //! The output: the lines of KVM's test, tables with the published figures, JSON.
 
 use serde_json::json;
-use slat_machine::linux::topology::HostDescription;
 
 use super::case::{Case, Mode};
 use super::options::{DeliveryArg, UserfaultArgs};
@@ -9,7 +8,7 @@ use super::published::{self, Group};
 use super::run::{Measured, Run};
 use crate::options::ValueName;
 use crate::quantity::{Unit, or_nothing, quantity};
-use crate::results::{Figure, Host, PerRun, PublishedFigure, Results, cell, measured_on};
+use crate::results::{Figure, Host, PerRun, PublishedFigure, Results, cell, print_host};
 use crate::statistics::Samples;
 use crate::table::{self, MEDIAN};
 
@@ -258,15 +257,10 @@ impl Report<'_> {
     }
 
     fn print_notes(&self, out: &mut String) {
-        let host = HostDescription::read();
         add_line!(out, "");
-        if let Some(run) = self.runs().next() {
-            add_line!(out, "{}", measured_on(&host, run.flush_method));
-        }
         let most = self.measured.iter().map(|measured| measured.of.nr_vcpus).max().unwrap_or(0);
-        if most > host.nr_cpus {
-            add_line!(out, "{most} vCPUs on {} CPUs: the rates and times measure the scheduler too.", host.nr_cpus);
-        }
+        let flush_method = self.runs().next().map(|run| run.flush_method);
+        print_host(out, flush_method, most, "the rates and times measure the scheduler too.");
         if let Some((platform, _)) = self.published() {
             add_line!(
                 out,
