@@ -210,7 +210,6 @@ fn open(path: Option<&Path>) -> Result<Option<ResultsFile>, Failure> {
     path.map(open).transpose()
 }
 
-/// A mistake in `words`, in one line.
 fn mistake(error: &clap::Error, words: &[String]) -> String {
     let text = error.to_string();
     let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());

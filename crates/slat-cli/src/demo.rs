@@ -11,7 +11,6 @@ use crate::results::{Figure, Outcome, Results};
 use crate::session::Session;
 use crate::table;
 
-/// The options of `slat demo`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat demo --verbose")]
 pub(crate) struct DemoArgs {
@@ -38,7 +37,6 @@ const ROWS: [(&str, &str); 5] = [
 /// The columns: the values of the label `lock`, and their titles.
 const COLUMNS: [(&str, &str); 3] = [("exclusive", "one lock"), ("shared", "reader/writer lock"), ("none", "no lock")];
 
-/// Runs the demonstration.
 pub(crate) fn run(args: &DemoArgs, session: &Session) -> Result<Outcome, Failure> {
     let run = |command: &str| -> Result<Results, Failure> {
         let outcome = parallel_faults::run(&options::parse(command)?, session)?;
@@ -52,7 +50,6 @@ pub(crate) fn run(args: &DemoArgs, session: &Session) -> Result<Outcome, Failure
     Ok(Outcome { text: screen(&timed, &checked), results: None, shortfall: None })
 }
 
-/// The median of a figure with a lock.
 fn median(results: &Results, name: &str, lock: &str) -> Option<String> {
     let is_it = |figure: &&Figure| figure.name == name && figure.labels.get("lock").is_some_and(|value| value == lock);
     let figure = results.results.iter().find(is_it)?;

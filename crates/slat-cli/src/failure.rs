@@ -37,12 +37,7 @@ pub(crate) enum Failure {
     CannotServe(String),
     /// The results could not be written.
     #[error("cannot write {}: {source}", path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
+    Write { path: PathBuf, source: std::io::Error },
     /// The standard output cannot be written.
     #[error("cannot print: {0}")]
     Print(std::io::Error),
@@ -275,7 +270,6 @@ macro_rules! ensure {
 }
 pub(crate) use ensure;
 
-/// A check that failed.
 pub(crate) fn check_failed(what: impl fmt::Display) -> Failure {
     Failure::Check(what.to_string())
 }

@@ -145,7 +145,6 @@ impl Live {
         Live(Arc::new(Inner { begin, screen, watched: Mutex::new(state), has_ended: AtomicBool::new(false) }))
     }
 
-    /// Run `number` of `nr_runs` begins.
     pub(crate) fn begin(&self, number: u64, nr_runs: u64, run: &str) {
         self.0.line(Instant::now(), &format!("run {number} of {nr_runs}: {run}"));
     }

@@ -6,8 +6,23 @@
 
 #![cfg_attr(not(test), warn(clippy::incompatible_msrv))]
 
+/// Adds a text, of a format and its arguments, to a string: as `write!`, which could fail.
+macro_rules! add {
+    ($text:expr, $($what:tt)+) => {
+        $text.push_str(&format!($($what)+))
+    };
+}
+
+/// Adds a line.
+macro_rules! add_line {
+    ($text:expr, $($line:tt)+) => {
+        $text.push_str(&(format!($($line)+) + "\n"))
+    };
+}
+
 mod aging;
 mod cli;
+mod columns;
 mod compare;
 mod demo;
 mod dirty_log;

@@ -125,7 +125,6 @@ impl Session {
         self.shared.live.as_ref().map(|live| live.watch(vm))
     }
 
-    /// Removes `path` if the process is interrupted.
     pub(crate) fn remove_if_interrupted(&self, path: PathBuf) {
         // It may have been removed already.
         self.when_interrupted(move || drop(std::fs::remove_file(path)));
@@ -136,7 +135,6 @@ impl Session {
         lock(&self.shared.clean_ups).push(Box::new(action));
     }
 
-    /// Stops drawing.
     fn close(&self) {
         if let Some(live) = &self.shared.live {
             live.end();
@@ -162,7 +160,6 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Shows the run that begins.
     pub(crate) fn begin(&self, run: String) {
         if let Some(live) = &self.live {
             live.begin(self.bar.position() + 1, self.bar.length().unwrap_or_default(), &run);
@@ -259,7 +256,7 @@ fn wait(begun: &Begun, json: Option<ResultsFile>, session: &Session, events: &Re
             let delivered = deliver(json, &outcome, begun, false);
             match outcome.shortfall {
                 // Reported even if no reader of the output is left.
-                Some(shortfall) => quiet(delivered).and(Err(shortfall.into())),
+                Some(shortfall) => quiet(delivered).and(Err(shortfall)),
                 None => delivered,
             }
         }

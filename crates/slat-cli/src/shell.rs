@@ -12,7 +12,6 @@ use crate::failure::Failure;
 use crate::options::OUTPUT;
 use crate::results;
 
-/// The options of `slat completions`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat completions bash\n\n\
                         Where the output belongs: bash: ~/.local/share/bash-completion/completions/slat;\n\
@@ -23,7 +22,6 @@ pub(crate) struct CompletionsArgs {
     shell: Shell,
 }
 
-/// The options of `slat man`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat man -o /usr/local/share/man/man1")]
 pub(crate) struct ManArgs {
@@ -46,7 +44,6 @@ fn visible(whole: &Command) -> Command {
         .after_help(whole.get_after_help().cloned().unwrap_or_default())
 }
 
-/// Prints the completions.
 pub(crate) fn completions(args: &CompletionsArgs, whole: &Command) -> Result<(), Failure> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut visible(whole), "slat", &mut script);
@@ -62,7 +59,6 @@ const EXIT_STATUS: [(&str, &str); 5] = [
     ("130", "Interrupted, with what was measured so far."),
 ];
 
-/// The manual page of a command.
 fn page(command: Command) -> io::Result<(String, Vec<u8>)> {
     let text = command.get_after_long_help().or(command.get_after_help()).map(ToString::to_string).unwrap_or_default();
     let (examples, notes): (Vec<&str>, Vec<&str>) =

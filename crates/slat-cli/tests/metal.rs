@@ -104,6 +104,8 @@ fn bad_usage_exits_with_2_and_one_line() {
         ("metal --guest wild --control no-flush", "--control go with --guest suite or linux"),
         ("metal --guest linux --control wrong-pte", "--control wrong-pte goes with --guest suite"),
         ("metal --machine vmx --guest suite --control wrong-pte", "no meaning with --machine vmx"),
+        ("metal --machine vmx --append it's", "must have no ', which the boot loader reads"),
+        ("metal --guest suite --machine arm --nodes 2", "--nodes goes with --machine svm"),
         ("metal --kernel /no/such/kernel", "--kernel /no/such/kernel: No such file"),
         ("metal --kernel /dev/null", "--kernel /dev/null is no file"),
         ("metal --image /no/such/image", "--image /no/such/image: No such file"),

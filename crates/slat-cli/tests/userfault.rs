@@ -113,20 +113,22 @@ fn what_this_machine_cannot_serve_exits_with_3() {
 
 #[test]
 fn a_run_prints_the_lines_of_the_selftest() {
-    let output = assert_ok("userfault -v 2 -b 1M --exits");
+    let output = assert_ok("userfault -v 2 -b 1M --exits --runs 2");
     for line in [
-        "2 vCPUs, 1.00 MiB each (partitioned access), tables: npt, source: pattern:0, runs: 1\n",
+        "2 vCPUs, 1.00 MiB each (partitioned access), tables: npt, source: pattern:0, runs: 2\n",
         "mode: uf, memory: anonymous\n",
         "Finished creating vCPUs and starting uffd threads\nStarted all vCPUs\nAll vCPU threads joined\n",
         "Total guest execution time:\t0.",
         "Per-vcpu demand paging rate:\t",
         " pgs/sec/vcpu\nOverall demand paging rate:\t",
         " pgs/sec\n",
+        "Run 2\n",
         "software CPUs",
-        "Verified: 512 pages",
+        "Verified: 1024 pages",
     ] {
         assert!(output.contains(line), "no '{line}' in:\n{output}");
     }
+    assert!(!output.contains("Published"), "{output}");
 }
 
 #[test]

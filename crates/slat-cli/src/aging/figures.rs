@@ -1,15 +1,13 @@
 //! The output of `slat aging`.
 
-use std::io::{self, Write};
-
 use serde_json::json;
 use slat::PageSize;
-use slat_machine::linux::topology::HostDescription;
+use slat_machine::hardware::commit::FlushMethod;
 
 use super::{AgingArgs, Measured, PHASES, PassArg, Run, Series, can_tlb_hide, is_too_many, leaf_size};
 use crate::options::{Named, ValueName};
 use crate::quantity::{Unit, quantity};
-use crate::results::{Figure, Host, Results, cell, labels, measured_on};
+use crate::results::{Figure, Host, Results, cell, labels, print_host};
 use crate::statistics::Samples;
 use crate::table::{self, MEDIAN};
 
@@ -44,9 +42,8 @@ fn still_idle(series: &Series) -> Vec<(&'static str, u64)> {
 }
 
 /// Prints the lines of KVM's test (of each run, if there is one series), the tables and the notes.
-pub(super) fn print(out: &mut impl Write, args: &AgingArgs, all: &[&Series]) -> io::Result<()> {
-    let host = HostDescription::read();
-    writeln!(
+pub(super) fn print(out: &mut String, args: &AgingArgs, all: &[&Series]) {
+    add_line!(
         out,
         "{} vCPUs, {} each ({} access), memory: {}, tables: {}",
         args.guest.vcpus,
@@ -54,42 +51,40 @@ pub(super) fn print(out: &mut impl Write, args: &AgingArgs, all: &[&Series]) -> 
         if args.guest.overlap { "overlapping" } else { "partitioned" },
         args.guest.backing,
         args.tables.format.name()
-    )?;
+    );
     let call = match args.pass {
         PassArg::Page => "page",
         PassArg::Range => "slot",
     };
-    writeln!(out, "Using one call for each {call} for aging")?;
+    add_line!(out, "Using one call for each {call} for aging");
     if let [series] = all {
         for (index, run) in series.runs.iter().enumerate() {
-            writeln!(out, "Run {}", index + 1)?;
+            add_line!(out, "Run {}", index + 1);
             for (phase, measured) in PHASES.iter().zip(&run.phases) {
                 let time = measured.time;
-                writeln!(out, "{:<30}: {}.{:09}s", phase.title, time.as_secs(), time.subsec_nanos())?;
+                add_line!(out, "{:<30}: {}.{:09}s", phase.title, time.as_secs(), time.subsec_nanos());
             }
         }
     }
-    print_tables(out, all)?;
-    print_warnings(out, args, all)?;
-    if let Some(run) = all.first().and_then(|series| series.runs.first()) {
-        writeln!(out, "{}", measured_on(&host, run.flush_method))?;
-    }
-    if args.guest.vcpus > host.nr_cpus {
-        writeln!(out, "{} vCPUs on {} CPUs: the times measure the scheduler too.", args.guest.vcpus, host.nr_cpus)?;
-    }
+    print_tables(out, all);
+    print_warnings(out, args, all);
+    print_host(out, flush_method(all), args.guest.vcpus, "the times measure the scheduler too.");
     let nr_verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.nr_verified).sum();
-    writeln!(
+    add_line!(
         out,
         "Verified: {nr_verified} reads found what was written; marking idle flushed nothing and left no page young."
-    )
+    );
+}
+
+fn flush_method(all: &[&Series]) -> Option<FlushMethod> {
+    Some(all.first()?.runs.first()?.flush_method)
 }
 
 fn header(all: &[&Series], first: String) -> Vec<String> {
-    let title = |series: &Series| format!("{}, lock {}", series.tracking.name(), series.locking.name());
-    std::iter::once(first).chain(all.iter().copied().map(title)).collect()
+    std::iter::once(first).chain(all.iter().map(|series| series.of.title())).collect()
 }
 
-fn print_tables(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
+fn print_tables(out: &mut String, all: &[&Series]) {
     let nr_runs = all.first().map_or(0, |series| series.runs.len());
     let mut times = table::figures(header(all, format!("{MEDIAN}, {nr_runs} runs")));
     let mut details = table::figures(header(all, format!("a page / pages / faults / flushes, {MEDIAN}")));
@@ -109,43 +104,41 @@ fn print_tables(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
         let counts = all.iter().map(|series| still_idle(series)[check].1.to_string());
         idle.add_row(std::iter::once(used_by.to_owned()).chain(counts));
     }
-    writeln!(out, "\n{times}\n\n{details}\n\n{idle}\n")
+    add_line!(out, "\n{times}\n\n{details}\n\n{idle}\n");
 }
 
-fn print_warnings(out: &mut impl Write, args: &AgingArgs, all: &[&Series]) -> io::Result<()> {
+fn print_warnings(out: &mut String, args: &AgingArgs, all: &[&Series]) {
     let mut warned = false;
     for series in all {
         let Some(Run { nr_pages, .. }) = series.runs.first() else { continue };
         for (used_by, nr_idle) in still_idle(series) {
             if is_too_many(nr_idle, *nr_pages) {
                 warned = true;
-                writeln!(
+                add_line!(
                     out,
-                    "WARNING: {}, lock {}: after \"{used_by}\": Too many pages still idle ({nr_idle} out of {nr_pages})",
-                    series.tracking.name(),
-                    series.locking.name(),
-                )?;
+                    "WARNING: {}: after \"{used_by}\": Too many pages still idle ({nr_idle} out of {nr_pages})",
+                    series.of.title()
+                );
             }
         }
     }
     if warned && args.pass == PassArg::Page && leaf_size(args.guest.backing) != PageSize::Size4K {
-        writeln!(out, "A pass by pages counts a huge page once, and the rest of it as idle.")?;
+        add_line!(out, "A pass by pages counts a huge page once, and the rest of it as idle.");
     }
     if warned && can_tlb_hide(args) {
-        writeln!(
+        add_line!(
             out,
             "A vCPU's TLB can have more than a tenth of this memory, and marking flushes nothing: accesses through it go \
              unseen. Give the vCPUs more memory, in small pages."
-        )?;
+        );
     }
-    Ok(())
 }
 
-/// The object of `--json`.
 pub(super) fn results(args: &AgingArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
-        let labels = labels([("tracking", series.tracking.name().into()), ("lock", series.locking.name().into())]);
+        let labels =
+            labels([("tracking", series.of.tracking.name().into()), ("lock", series.of.locking.name().into())]);
         let mut push = |name: String, unit, samples: Samples| {
             results.push(Figure::new(name, unit, &labels, samples.iter()));
         };
@@ -162,7 +155,6 @@ pub(super) fn results(args: &AgingArgs, all: &[&Series]) -> Results {
         push("verified".to_owned(), Unit::Count, of_runs(|run| run.nr_verified));
         push("pages".to_owned(), Unit::Count, of_runs(|run| run.nr_pages));
     }
-    let flush_method = all.first().and_then(|series| series.runs.first()).map(|run| run.flush_method);
     let config = json!({
         "vcpus": args.guest.vcpus,
         "bytes": args.guest.bytes,
@@ -173,5 +165,5 @@ pub(super) fn results(args: &AgingArgs, all: &[&Series]) -> Results {
         "format": args.tables.format.name(),
         "runs": args.runs,
     });
-    Results::new("aging", config, Host::read(flush_method), results)
+    Results::new("aging", config, Host::read(flush_method(all)), results)
 }

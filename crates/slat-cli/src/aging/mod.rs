@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use slat::baselines::Locking;
+use slat::error::RangeError;
 use slat::tables::AccessTracking;
 use slat::{Config, Gfn, GfnRange, PageSize};
 use slat_machine::hardware::commit::FlushMethod;
@@ -22,15 +23,14 @@ use slat_machine::memory::BackingKind;
 use slat_machine::vm::guest::{Program, Sharing};
 use slat_machine::vm::machine::{Machine, MachineConfig};
 
+use crate::columns::{Column, in_turns};
 use crate::failure::{Failure, check_failed, ensure};
 use crate::options::{
     ACCESS_TRACKING, GuestArgs, Named, OneOrAll, OutputArgs, RUNS, TablesArgs, one_or_all, positive, with_format,
 };
 use crate::results::Outcome;
 use crate::session::Session;
-use crate::turns;
 
-/// The options of `slat aging`.
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true, after_help = "Example: slat aging -v 8 -b 64M --access-tracking accessed-bit")]
 pub(crate) struct AgingArgs {
@@ -110,12 +110,10 @@ struct StillIdle {
     nr_idle: u64,
 }
 
-/// The figures of one run.
 struct Run {
     /// One for each of [`PHASES`].
     phases: Vec<Measured>,
     still_idle: Vec<StillIdle>,
-    /// Pages of the machine.
     nr_pages: u64,
     /// Reads that found what they should.
     nr_verified: u64,
@@ -127,51 +125,41 @@ fn is_too_many(nr_idle: u64, nr_pages: u64) -> bool {
     nr_idle > nr_pages / 10
 }
 
-/// The runs of one tracking with one locking.
-struct Series {
+/// What the runs of a column have.
+struct Ways {
     tracking: AccessTracking,
     locking: Locking,
-    runs: Vec<Run>,
 }
+
+type Series = Column<Ways, Run>;
 
 /// Runs the experiment: all runs, in turns.
 pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failure> {
-    let mut all = Vec::new();
-    for &locking in &args.tables.lock.values {
-        all.extend(args.access_tracking.values.iter().map(|&tracking| Series { tracking, locking, runs: Vec::new() }));
-    }
-    let outcome = |all: &[Series]| {
-        let measured: Vec<&Series> = all.iter().filter(|series| !series.runs.is_empty()).collect();
-        Outcome::new(figures::results(args, &measured), |out| figures::print(out, args, &measured))
-    };
-    let progress = session.progress(turns::nr_runs(args.runs, all.len()));
-    let run_once = |series: &Series| {
+    let trackings = &args.access_tracking.values;
+    let of_locking = |&locking| trackings.iter().map(move |&tracking| Ways { tracking, locking });
+    let all: Vec<Ways> = args.tables.lock.values.iter().flat_map(of_locking).collect();
+    let run_once = |ways: &Ways, _| {
         let config = MachineConfig {
             nr_vcpus: args.guest.vcpus,
             bytes_per_vcpu: args.guest.bytes,
             backing: args.guest.backing,
-            engine: Config::default().with_locking(series.locking).with_access_tracking(series.tracking),
+            engine: Config::default().with_locking(ways.locking).with_access_tracking(ways.tracking),
             ..MachineConfig::default()
         };
         with_format!(args.tables.format, F => run_once::<F>(args, &config, session))
     };
-    if turns::warms_up(args.runs) {
-        progress.begin(turns::WARM_UP.to_owned());
-        run_once(&all[0])?;
-        progress.step();
+    let outcome = |all: &[Series]| {
+        let measured: Vec<&Series> = all.iter().filter(|series| !series.runs.is_empty()).collect();
+        Outcome::new(figures::results(args, &measured), |out| figures::print(out, args, &measured))
+    };
+    let nr_columns = all.len();
+    in_turns(session, all, nr_columns, args.runs, Ways::title, run_once, outcome)
+}
+
+impl Ways {
+    fn title(&self) -> String {
+        format!("{}, lock {}", self.tracking.name(), self.locking.name())
     }
-    for run in 0..args.runs as usize {
-        for which in turns::order(run, all.len()) {
-            let series = &mut all[which];
-            progress.begin(format!("{}, lock {}", series.tracking.name(), series.locking.name()));
-            let figures = run_once(series)?;
-            series.runs.push(figures);
-            progress.step();
-            session.so_far(outcome(&all)?);
-        }
-    }
-    drop(progress);
-    outcome(&all)
 }
 
 fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session: &Session) -> Result<Run, Failure> {
@@ -189,6 +177,7 @@ fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session
         nr_verified: 0,
         flush_method: machine.flush_method(),
     };
+    let test = |range| machine.vm().test_age_range(range);
     let mut last_title = "";
     for phase in &PHASES {
         let before = machine.vm().stats();
@@ -208,7 +197,7 @@ fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session
             }
             Action::MarkIdle => {
                 let begin = Instant::now();
-                let nr_young = age(&machine, args.pass, Marking::Idle)?;
+                let nr_young = age(&machine, args.pass, |range| machine.vm().age_range(range))?;
                 let time = begin.elapsed();
                 run.still_idle.push(judge(args, last_title, nr_young, nr_pages)?);
                 (time, nr_pages)
@@ -219,33 +208,24 @@ fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session
         if phase.action == Action::MarkIdle {
             ensure!(nr_flushes == 0, Check, "marking memory idle flushed {nr_flushes} times");
             // No vCPU runs, so no page was used since.
-            let nr_young = age(&machine, args.pass, Marking::Test)?;
+            let nr_young = age(&machine, args.pass, test)?;
             ensure!(nr_young == 0, Check, "{nr_young} pages are young right after they were marked idle");
         }
         run.phases.push(Measured { time, nr_pages: nr_visited, nr_faults: after.faults - before.faults, nr_flushes });
         last_title = phase.title;
     }
-    let nr_young = age(&machine, args.pass, Marking::Test)?;
+    let nr_young = age(&machine, args.pass, test)?;
     run.still_idle.push(judge(args, last_title, nr_young, nr_pages)?);
     Ok(run)
 }
 
-/// What a pass over the pages does to used ones.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Marking {
-    Idle,
-    /// They stay as they are.
-    Test,
-}
-
-/// One pass over all pages; returns how many were young. The calling thread does all of it, as with
-/// KVM's lru_gen.
-fn age<F: HardwareFormat>(machine: &Machine<F>, pass: PassArg, marking: Marking) -> Result<u64, Failure> {
-    let vm = machine.vm();
-    let age_or_test = |range| match marking {
-        Marking::Idle => vm.age_range(range),
-        Marking::Test => vm.test_age_range(range),
-    };
+/// One pass over all pages, by calls of `age_or_test`; returns how many were young. The calling
+/// thread does all of it, as with KVM's lru_gen.
+fn age<F: HardwareFormat>(
+    machine: &Machine<F>,
+    pass: PassArg,
+    age_or_test: impl Fn(GfnRange) -> Result<u64, RangeError>,
+) -> Result<u64, Failure> {
     let mut nr_young = 0;
     for slot in machine.slots() {
         let range = GfnRange::new(slot.gpa.gfn(), slot.nr_pages);

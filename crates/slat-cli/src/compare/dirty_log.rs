@@ -85,7 +85,6 @@ fn workload(experiment: usize, workload: &'static str, figure: &'static str, tit
     }
 }
 
-/// The plan.
 pub(super) fn plan(size: Size) -> Plan {
     let is_shown = |row: &&PublishedRow| size == Size::Default || FEW.contains(&row.pages);
     let (table, bursts, harvests) = match size {

@@ -13,7 +13,6 @@ use crate::results::compared::Role;
 /// its 2 MiB has put off.
 const UNCLAIMED: [&str; 2] = ["write_protect_fault_first", "write_fault_2m"];
 
-/// The plan.
 pub(super) fn plan() -> Plan {
     let side = |name: &str, role, system, variant| {
         Side::new(name, role, &[("system", system), ("variant", variant)]).measured_on(EMULATED)

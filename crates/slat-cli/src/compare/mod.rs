@@ -25,13 +25,12 @@ use crate::failure::Failure;
 use crate::options::{OutputArgs, ValueName};
 use crate::quantity::Unit;
 use crate::results::compared::{Compared, System};
-use crate::results::{Figure, Host, Labels, NotRun, Outcome, Results, Shortfall, rfc3339};
+use crate::results::{Figure, Host, Labels, NotRun, Outcome, Results, rfc3339};
 use crate::session::Session;
 use crate::{metal, numa_split, options, parallel_faults, scale, shadow, userfault};
 use comparison::Comparison;
 use systems::{Plan, Planned};
 
-/// The options of `slat compare`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat compare --quick --only shadow,dirty-log --json FILE")]
 pub(crate) struct CompareArgs {
@@ -85,7 +84,6 @@ impl CompareArgs {
 /// serve, or that failed.
 type Measured = Vec<Option<Results>>;
 
-/// The result of a system.
 fn evaluate(plan: &Plan, experiments: &Measured, mut not_run: Vec<NotRun>) -> System {
     for missing in experiments.iter().flatten().flat_map(|results| &results.not_run) {
         if !not_run.contains(missing) {
@@ -122,14 +120,14 @@ struct Progressing {
 
 impl Progressing {
     /// The outcome so far; `current` is the unfinished system.
-    fn outcome(&self, current: Option<&System>) -> Result<Outcome, Failure> {
+    fn outcome(&self, current: Option<&System>) -> Outcome {
         let systems: Vec<&System> = self.done.iter().chain(current).collect();
         let of_all = claims::claims(systems.iter().copied());
         let text = current.map(claims::system).unwrap_or_default() + &claims::closing(&of_all, &self.failures);
         let shortfall = match (&self.failures[..], &of_all.lost[..]) {
             ([], []) => None,
-            ([], lost) => Some(Shortfall::Claim(lost.join("; "))),
-            (failures, _) => Some(Shortfall::Check(failures.join("; "))),
+            ([], lost) => Some(Failure::Claim(lost.join("; "))),
+            (failures, _) => Some(Failure::Check(failures.join("; "))),
         };
         let config = serde_json::json!({
             "size": self.args.size(),
@@ -139,7 +137,7 @@ impl Progressing {
         let results = Results::new("compare", config, Host::read(None), vec![wall.with_better(None)]);
         let compared = Compared { systems: systems.into_iter().cloned().collect(), claims: of_all };
         let results = Results { compared: Some(compared), ..results };
-        Ok(Outcome { text, results: Some(results), shortfall })
+        Outcome { text, results: Some(results), shortfall }
     }
 }
 
@@ -155,9 +153,9 @@ pub(crate) fn run(args: &CompareArgs, session: &Session) -> Result<Outcome, Fail
                 let (all, plan, experiments, not_run) =
                     (all.clone(), plan.clone(), experiments.clone(), not_run.clone());
                 session.within(move |part: Outcome| {
-                    let experiments = [experiments.clone(), vec![part.results.clone()]].concat();
+                    let experiments = [experiments.clone(), vec![part.results]].concat();
                     let current = evaluate(&plan, &experiments, not_run.clone());
-                    all.outcome(Some(&current)).unwrap_or(part)
+                    all.outcome(Some(&current))
                 })
             };
             match run_planned(planned, &part, &mut not_run) {
@@ -173,9 +171,9 @@ pub(crate) fn run(args: &CompareArgs, session: &Session) -> Result<Outcome, Fail
         done.not_run.extend(missing(&plan, &experiments));
         session.say(&claims::system(&done))?;
         all.done.push(done);
-        session.so_far(all.outcome(None)?);
+        session.so_far(all.outcome(None));
     }
-    all.outcome(None)
+    Ok(all.outcome(None))
 }
 
 /// Runs an experiment, or its replacement; returns its results. `None` if this machine can serve
@@ -195,7 +193,6 @@ fn run_planned(planned: &Planned, session: &Session, not_run: &mut Vec<NotRun>) 
     Ok(None)
 }
 
-/// Runs the experiment that `command` names.
 fn run_command(command: &str, session: &Session) -> Result<Outcome, Failure> {
     use options::parse;
     match command.split(' ').nth(1) {

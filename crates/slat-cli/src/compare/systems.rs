@@ -47,7 +47,6 @@ pub(super) fn kvm_name() -> String {
     crate::kvm::facts().map_or_else(|_| "KVM of this machine".to_owned(), |facts| facts.name())
 }
 
-/// The plan for `system`.
 pub(super) fn plan(system: SystemArg, size: Size) -> Plan {
     match system {
         SystemArg::ParallelFaults => faults_in_parallel(size),

@@ -16,6 +16,7 @@ use super::pattern::{DirtyPattern, check_log, nr_words, set_bits};
 use super::subject::Subject;
 use super::{Method, Subjects};
 use crate::failure::{Failure, check_failed};
+use crate::options::ValueName;
 use crate::session::Session;
 use crate::statistics::Samples;
 

@@ -1,11 +1,10 @@
 //! What `slat dirty-log` prints and writes.
 
-use std::io::{self, Write};
-
 use serde_json::json;
 
 use super::bench::{Cell, Series};
 use super::migration::{Migration, TurnCounts};
+use super::pattern::DirtyPattern;
 use super::subject::flush_method;
 use super::{DirtyLogArgs, Method, Notes, Workload, published};
 use crate::options::ValueName;
@@ -58,9 +57,8 @@ fn against_kvm(of: &Cell, series: &Series) -> String {
     kvm.map_or(NOTHING.to_owned(), |kvm| cell(&series.times.paired_ratios(&kvm.times), Unit::Ratio))
 }
 
-/// Prints the tables and the notes.
-pub(super) fn print(out: &mut impl Write, args: &DirtyLogArgs, notes: &Notes, cells: &[Cell]) -> io::Result<()> {
-    writeln!(
+pub(super) fn print(out: &mut String, args: &DirtyLogArgs, notes: &Notes, cells: &[Cell]) {
+    add_line!(
         out,
         "Getting the dirty log of one slot of {} pages, memory: {}, paging: {}, tables: {}; vCPUs that run beside each call: {}.",
         args.nr_pages(),
@@ -68,20 +66,20 @@ pub(super) fn print(out: &mut impl Write, args: &DirtyLogArgs, notes: &Notes, ce
         args.paging.name(),
         args.format.name(),
         args.running_vcpus()
-    )?;
+    );
     if args.workload == Workload::Table {
-        writeln!(out, "Methods in turn, each called {} times in a row.", args.in_a_row)?;
+        add_line!(out, "Methods in turn, each called {} times in a row.", args.in_a_row);
     }
     match args.workload {
-        Workload::Framebuffer => print_framebuffer(out, args, cells)?,
-        _ => print_patterns(out, args, notes, cells)?,
+        Workload::Framebuffer => print_framebuffer(out, args, cells),
+        _ => print_patterns(out, args, notes, cells),
     }
-    writeln!(out, "{}", DEFERRED)?;
-    print_grace_periods(out, cells)?;
-    print_published(out, args, cells)?;
-    print_notes(out, args, notes)?;
+    add_line!(out, "{}", DEFERRED);
+    print_grace_periods(out, cells);
+    print_published(out, args, cells);
+    print_notes(out, args, notes);
     let nr_calls: usize = cells.iter().flat_map(|cell| &cell.series).map(|series| series.times.len()).sum();
-    writeln!(out, "Verified: {nr_calls} logs had exactly the pages that were written.")
+    add_line!(out, "Verified: {nr_calls} logs had exactly the pages that were written.");
 }
 
 /// Which methods leave work to the guest.
@@ -90,50 +88,48 @@ const DEFERRED: &str = "The next writes are the guest's, to the same pages after
                         page in the call.";
 
 /// Prints what was waited for.
-fn print_grace_periods(out: &mut impl Write, cells: &[Cell]) -> io::Result<()> {
+fn print_grace_periods(out: &mut String, cells: &[Cell]) {
     let series = cells.iter().flat_map(|cell| &cell.series);
     let waits: Samples = series.flat_map(|series| series.grace_periods.iter()).collect();
     if waits.is_empty() {
-        return Ok(());
+        return;
     }
     let [median, p99] = [waits.median(), waits.quantile(0.99)].map(|wait| quantity(wait, Unit::Seconds));
-    writeln!(out, "srcu-copy: the grace period took {median} of a call in the median, {p99} at p99 of all calls.")?;
-    writeln!(
+    add_line!(out, "srcu-copy: the grace period took {median} of a call in the median, {p99} at p99 of all calls.");
+    add_line!(
         out,
         "It also waits for a vCPU thread that another process preempted; a real vCPU that is preempted has exited. So on a busy \
          machine the old way is measured too slow."
-    )
+    );
 }
 
 /// Says what the published figures are, if there are any.
-fn print_published(out: &mut impl Write, args: &DirtyLogArgs, cells: &[Cell]) -> io::Result<()> {
+fn print_published(out: &mut String, args: &DirtyLogArgs, cells: &[Cell]) {
     let mut series = cells.iter().flat_map(|cell| cell.series.iter().map(|series| (series.method, cell.nr_dirty)));
     if series.any(|(method, nr_dirty)| published::seconds(args, method, nr_dirty).is_some()) {
-        writeln!(out, "Published: {}. It decides nothing.", published::ON)?;
+        add_line!(out, "Published: {}. It decides nothing.", published::ON);
     }
-    Ok(())
 }
 
 /// Prints what was measured on, and what was not measured.
-pub(super) fn print_notes(out: &mut impl Write, args: &DirtyLogArgs, notes: &Notes) -> io::Result<()> {
-    notes.not_run.iter().try_for_each(|line| writeln!(out, "{line}"))?;
+pub(super) fn print_notes(out: &mut String, args: &DirtyLogArgs, notes: &Notes) {
+    notes.not_run.iter().for_each(|line| add_line!(out, "{line}"));
     let host = &notes.host;
-    writeln!(out, "{}", measured_on(host, flush_method()))?;
+    add_line!(out, "{}", measured_on(host, flush_method()));
     let nr_threads = 1 + usize::from(args.running_vcpus()) + usize::from(args.workload == Workload::Migration);
     if host.nr_cpus < nr_threads {
-        writeln!(out, "{nr_threads} threads share {} CPU: the times measure the scheduler too.", host.nr_cpus)?;
+        add_line!(out, "{nr_threads} threads share {} CPU: the times measure the scheduler too.", host.nr_cpus);
     }
     if let Some(facts) = &notes.kvm {
-        writeln!(
+        add_line!(
             out,
             "kvm: KVM_GET_DIRTY_LOG of this machine, the system call included, by a direct ioctl into an existing buffer."
-        )?;
-        facts.lines().iter().try_for_each(|line| writeln!(out, "{line}"))?;
+        );
+        facts.lines().iter().for_each(|line| add_line!(out, "{line}"));
     }
-    Ok(())
 }
 
-fn print_patterns(out: &mut impl Write, args: &DirtyLogArgs, notes: &Notes, cells: &[Cell]) -> io::Result<()> {
+fn print_patterns(out: &mut String, args: &DirtyLogArgs, notes: &Notes, cells: &[Cell]) {
     for &pattern in args.patterns() {
         let rows: Vec<&Cell> = cells.iter().filter(|cell| cell.pattern == Some(pattern)).collect();
         // Without KVM there is nothing to compare with.
@@ -149,15 +145,14 @@ fn print_patterns(out: &mut impl Write, args: &DirtyLogArgs, notes: &Notes, cell
                 let published = published.iter().map(|&method| published::shown(args, method, cell.nr_dirty));
                 figures.add_row(cells.into_iter().chain(values).chain(published));
             }
-            writeln!(out, "\n{figures}")?;
+            add_line!(out, "\n{figures}");
         }
     }
-    writeln!(out)?;
+    add_line!(out, "");
     let has_all = cells.iter().any(|cell| cell.nr_dirty == f64::from(args.nr_pages()));
     if has_all && args.patterns().len() > 1 {
-        writeln!(out, "All {} pages are the same pages in each pattern: they were measured once.", args.nr_pages())?;
+        add_line!(out, "All {} pages are the same pages in each pattern: they were measured once.", args.nr_pages());
     }
-    Ok(())
 }
 
 /// The measured methods with a published figure in one of `rows`.
@@ -179,23 +174,22 @@ fn runs(cell: &Cell) -> String {
 
 fn header(cells: &[&Cell], title: &str) -> Vec<String> {
     let methods = cells.iter().take(1).flat_map(|cell| &cell.series).map(|series| series.method.name());
-    [title, "runs"].into_iter().chain(methods).map(str::to_owned).collect()
+    [title, "runs"].map(str::to_owned).into_iter().chain(methods).collect()
 }
 
-fn print_framebuffer(out: &mut impl Write, args: &DirtyLogArgs, cells: &[Cell]) -> io::Result<()> {
+fn print_framebuffer(out: &mut String, args: &DirtyLogArgs, cells: &[Cell]) {
     for cell in cells {
         let title = format!("{} bursts of {:.0} pages in the mean", runs(cell), cell.nr_dirty);
         let titles = VIEWS.map(|view| view.title.to_owned());
         let mut figures = table::figures(std::iter::once(title).chain(titles).chain(["published".to_owned()]));
         for series in &cell.series {
-            let name = series.method.name().to_owned();
+            let name = series.method.name();
             let values = VIEWS.map(|view| (view.show)(cell, series));
             let published = published::shown(args, series.method, cell.nr_dirty);
             figures.add_row(std::iter::once(name).chain(values).chain([published]));
         }
-        writeln!(out, "\n{figures}\n")?;
+        add_line!(out, "\n{figures}\n");
     }
-    Ok(())
 }
 
 /// The labels that all figures have.
@@ -207,31 +201,41 @@ pub(super) fn labels(args: &DirtyLogArgs, method: Method) -> Labels {
     labels
 }
 
-/// The object of `--json`.
+/// `labels`, and what was dirty, or the workload.
+pub(super) fn cell_labels(
+    args: &DirtyLogArgs,
+    mut labels: Labels,
+    pattern: Option<DirtyPattern>,
+    nr_dirty: f64,
+) -> Labels {
+    if args.workload != Workload::Table {
+        labels.insert("workload".to_owned(), args.workload.name().into());
+    }
+    if let Some(pattern) = pattern {
+        labels.insert("pages".to_owned(), (nr_dirty as u64).into());
+        labels.insert("pattern".to_owned(), pattern.name().into());
+    }
+    labels
+}
+
 pub(super) fn results(args: &DirtyLogArgs, notes: &Notes, cells: &[Cell]) -> Results {
     let (mut results, mut published) = (Vec::new(), Vec::new());
     for cell in cells {
         for series in &cell.series {
             published.extend(published::figure(args, series.method, cell.pattern, cell.nr_dirty));
-            let mut labels = labels(args, series.method);
-            match cell.pattern {
-                Some(pattern) => {
-                    labels.insert("pages".to_owned(), (cell.nr_dirty as u64).into());
-                    labels.insert("pattern".to_owned(), pattern.name().into());
-                }
-                None => {
-                    labels.insert("workload".to_owned(), "framebuffer".into());
-                }
+            let labels = cell_labels(args, labels(args, series.method), cell.pattern, cell.nr_dirty);
+            let Series { times, next_writes, grace_periods, .. } = series;
+            let of_pages: Samples = times.iter().map(|time| time / cell.nr_dirty).collect();
+            for (name, samples) in [
+                ("get_dirty_log", times),
+                ("get_dirty_log_page", &of_pages),
+                ("next_writes", next_writes),
+                ("get_dirty_log_and_next_writes", &series.with_next_writes()),
+                ("grace_period", grace_periods),
+            ] {
+                results.push(Figure::new(name, Unit::Seconds, &labels, samples.iter()));
             }
-            let times = || series.times.iter();
-            results.push(Figure::new("get_dirty_log", Unit::Seconds, &labels, times()));
-            let of_pages = times().map(|time| time / cell.nr_dirty);
-            results.push(Figure::new("get_dirty_log_page", Unit::Seconds, &labels, of_pages));
             results.push(Figure::new("dirty_pages", Unit::Count, &labels, [cell.nr_dirty]));
-            results.push(Figure::new("next_writes", Unit::Seconds, &labels, series.next_writes.iter()));
-            let both = series.with_next_writes();
-            results.push(Figure::new("get_dirty_log_and_next_writes", Unit::Seconds, &labels, both.iter()));
-            results.push(Figure::new("grace_period", Unit::Seconds, &labels, series.grace_periods.iter()));
             if let Some(kvm) = cell.series_of(Method::Kvm) {
                 let ratios = series.times.paired_ratios(&kvm.times);
                 let ratios = Figure::new("ratio_to_kvm", Unit::Ratio, &labels, ratios.iter());
@@ -287,28 +291,22 @@ const TURNS: [Row; 9] = [
     Row::count("faults", "Faults", |turn| turn.nr_faults.map(|faults| faults as f64)),
 ];
 
-/// Prints the tables of a migration.
-pub(super) fn print_migration(
-    out: &mut impl Write,
-    args: &DirtyLogArgs,
-    notes: &Notes,
-    all: &[Migration],
-) -> io::Result<()> {
+pub(super) fn print_migration(out: &mut String, args: &DirtyLogArgs, notes: &Notes, all: &[Migration]) {
     let rate = match args.guest_rate() {
         0 => "as many pages as it can".to_owned(),
         rate => format!("{rate} pages a second"),
     };
-    writeln!(
+    add_line!(
         out,
         "Migration of one slot of {} pages, memory: {}, paging: {}, tables: {}; the guest writes {rate}, at random, on another thread.",
         args.nr_pages(),
         args.backing,
         args.paging.name(),
         args.format.name()
-    )?;
+    );
     let (nr_harvests, nr_turns) = all.first().map_or((0, 0), |run| (run.harvests.len(), run.turns.len()));
     let first = format!("{nr_harvests} harvests, {nr_turns} turns: {MEDIAN}");
-    let mut figures = table::figures(std::iter::once(first).chain(all.iter().map(|run| run.method.name().to_owned())));
+    let mut figures = table::figures(std::iter::once(first).chain(all.iter().map(|run| run.method.name())));
     let mut add = |title: &str, show: &dyn Fn(&Migration) -> String| {
         figures.add_row(std::iter::once(title.to_owned()).chain(all.iter().map(show)));
     };
@@ -318,18 +316,16 @@ pub(super) fn print_migration(
     add("Pages that a harvest reports", &|run| cell(&run.reported, Unit::Count));
     let turns: Vec<&[TurnCounts]> = all.iter().map(|run| &run.turns[..]).collect();
     figures.add_per_run(&TURNS, &turns);
-    writeln!(out, "\n{figures}\n")?;
-    print_notes(out, args, notes)?;
-    writeln!(out, "Verified: after each turn the pages copied as they were reported equalled the guest's memory.")
+    add_line!(out, "\n{figures}\n");
+    print_notes(out, args, notes);
+    add_line!(out, "Verified: after each turn the pages copied as they were reported equalled the guest's memory.");
 }
 
-/// The object of `--json`.
 pub(super) fn migration_results(args: &DirtyLogArgs, notes: &Notes, all: &[Migration]) -> Results {
     let (mut results, mut published) = (Vec::new(), Vec::new());
     for run in all {
         published.extend(published::figure(args, run.method, None, 0.0));
-        let mut labels = labels(args, run.method);
-        labels.insert("workload".to_owned(), "migration".into());
+        let labels = cell_labels(args, labels(args, run.method), None, 0.0);
         results.push(Figure::new("get_dirty_log", Unit::Seconds, &labels, run.harvests.iter()));
         results.push(Figure::new("dirty_pages", Unit::Count, &labels, run.reported.iter()));
         results.extend(TURNS.iter().filter_map(|figure| figure.figure(&run.turns, &labels)));

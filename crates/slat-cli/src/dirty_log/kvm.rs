@@ -25,7 +25,6 @@ impl DirtyLog for KvmLog {
     }
 }
 
-/// Its guests.
 struct KvmVcpu {
     guest: KvmGuest,
     /// Pages that it reads in turn.

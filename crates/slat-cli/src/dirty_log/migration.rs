@@ -21,6 +21,7 @@ use super::pattern::{check_log, nr_words};
 use super::subject::{DirtyLog, Guest, Subject};
 use super::{DirtyLogArgs, Method, Notes, Subjects, figures};
 use crate::failure::{Failure, check_failed};
+use crate::options::ValueName;
 use crate::results::Outcome;
 use crate::session::Session;
 use crate::statistics::Samples;
@@ -133,16 +134,16 @@ pub(super) fn measure(
         let nr_harvests = HARVESTS_PER_TURN.min(args.max_runs() - number * HARVESTS_PER_TURN);
         for which in turns::order(number as usize, subjects.len()) {
             let (subject, migration) = (&mut subjects[which], &mut all[which]);
-            progress.begin(migration.method.name().to_owned());
+            progress.begin(migration.method.name());
             let rng = SmallRng::seed_from_u64(args.seed.wrapping_add(number.into()));
             let mut turn = Turn { args, memory, log: &mut log, copy: &mut copy, rng, nr_harvests, next_value };
             next_value += turn.run(subject, migration)?;
             progress.step();
-            session.so_far(outcome(&all)?);
+            session.so_far(outcome(&all));
         }
     }
     drop(progress);
-    outcome(&all)
+    Ok(outcome(&all))
 }
 
 struct Turn<'a> {
@@ -170,7 +171,10 @@ impl Turn<'_> {
         let writes = thread::scope(|scope| {
             let guest = scope.spawn(|| {
                 others.pin_another();
-                run_guest(&mut **guest, nr_pages, rate, rng, first_value, &is_over)
+                let writes = write_until_over(&mut **guest, nr_pages, rate, rng, first_value, &is_over);
+                // Also if a write failed: a grace period waits for a vCPU in its guest.
+                guest.exit();
+                writes
             });
             let harvested = self.harvest_all(log, migration);
             // Also if a harvest failed: the scope waits for the guest.
@@ -232,21 +236,6 @@ impl Turn<'_> {
             }
         }
     }
-}
-
-/// Writes pages at random until it is over. Then the vCPU is back in its VMM, also if a write
-/// failed: a grace period waits for a vCPU in its guest.
-fn run_guest(
-    guest: &mut dyn Guest,
-    nr_pages: u32,
-    rate: u32,
-    rng: SmallRng,
-    first_value: u64,
-    is_over: &AtomicBool,
-) -> Result<GuestWrites, Failure> {
-    let writes = write_until_over(guest, nr_pages, rate, rng, first_value, is_over);
-    guest.exit();
-    writes
 }
 
 /// Writes pages at random until it is over. The vCPU exits where the guest waits.

@@ -22,7 +22,6 @@ mod bench;
 mod figures;
 mod kvm;
 mod migration;
-mod options;
 mod pattern;
 mod peer;
 mod published;
@@ -31,7 +30,7 @@ mod run;
 mod running;
 mod subject;
 
-use clap::{Args, ValueEnum};
+use clap::{Args, ValueEnum, value_parser};
 use slat::Gfn;
 use slat_machine::hardware::walk::HardwareFormat;
 use slat_machine::linux::topology::HostDescription;
@@ -46,12 +45,17 @@ use crate::options::{
 use crate::results::{NotRun, Outcome};
 use crate::session::Session;
 use bench::{Bench, Cell};
-use options::CallArgs;
 use pattern::DirtyPattern;
+pub(crate) use pattern::compare_log;
 pub(crate) use published::{Row as PublishedRow, TABLE as PUBLISHED_TABLE};
 use subject::Subject;
 
-/// The options of `slat dirty-log`.
+/// What one word of the bitmap covers.
+const WINDOW_UNIT: u64 = 64 << Gfn::SHIFT;
+
+/// vCPUs beside a call, at most: each is a thread of each method.
+const MAX_RUNNING: i64 = 64;
+
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -80,7 +84,7 @@ pub(crate) struct DirtyLogArgs {
     #[arg(long, value_name = "HOW,...", value_enum, value_delimiter = ',')]
     pub(crate) pattern: Option<Vec<DirtyPattern>>,
     /// Ways to get the log, besides KVM [default: all of the workload]
-    #[arg(long, value_name = "HOW,...", value_enum, value_delimiter = ',', hide_short_help = true)]
+    #[arg(long, value_name = "HOW,...", value_delimiter = ',', value_parser = except(&Method::Kvm), hide_short_help = true)]
     pub(crate) method: Option<Vec<Method>>,
     #[arg(long, value_name = "PEER", value_enum, default_value_t = PeerArg::Auto, help = PEER)]
     pub(crate) peer: PeerArg,
@@ -122,12 +126,20 @@ pub(crate) struct DirtyLogArgs {
     pub(crate) seed: u64,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
-    #[command(flatten)]
-    call: CallArgs,
+    /// vCPUs that run beside each call [default: 1; migration: 0]
+    ///
+    /// They run guest code that only reads, in each method's VM. The guest of a migration runs in
+    /// any case. With 0, no vCPU of the other workloads runs while the log is got.
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(..=MAX_RUNNING), hide_short_help = true)]
+    running_vcpus: Option<u16>,
+    /// Windows of the range [default: 16M,256M,1G]
+    ///
+    /// Sizes of the windows in which the engine gets the log: multiples of 256K.
+    #[arg(long, value_name = "SIZE,...", value_delimiter = ',', value_parser = window_bytes, hide_short_help = true)]
+    window: Option<Vec<u64>>,
 }
 
 impl DirtyLogArgs {
-    /// Size of the slot.
     fn slot_bytes(&self) -> u64 {
         self.bytes.unwrap_or(match self.workload {
             Workload::Table | Workload::Migration => 1 << 30,
@@ -136,7 +148,6 @@ impl DirtyLogArgs {
         })
     }
 
-    /// Pages of the slot.
     fn nr_pages(&self) -> u32 {
         (self.slot_bytes() >> Gfn::SHIFT) as u32
     }
@@ -155,12 +166,38 @@ impl DirtyLogArgs {
             _ => DirtyPattern::value_variants(),
         })
     }
+
+    fn running_vcpus(&self) -> u16 {
+        self.running_vcpus.unwrap_or(match self.workload {
+            Workload::Table | Workload::Framebuffer | Workload::Range => 1,
+            Workload::Migration => 0,
+        })
+    }
+
+    /// Sizes of the windows of the range, in pages.
+    fn windows(&self) -> Vec<u32> {
+        let bytes = self.window.clone().unwrap_or_else(|| vec![16 << 20, 256 << 20, 1 << 30]);
+        bytes.iter().map(|bytes| (bytes >> Gfn::SHIFT) as u32).collect()
+    }
+
+    /// Numbers of dirty pages of the range: sparse and dense.
+    fn range_pages(&self) -> Vec<u32> {
+        self.pages.clone().unwrap_or_else(|| [512, 8].map(|part| (self.nr_pages() / part).max(1)).to_vec())
+    }
 }
 
 /// A size of the memslot that the real KVM's guest can have too.
 fn slot_bytes(text: &str) -> Result<u64, String> {
     match size_bytes(text)? {
         bytes if bytes > MAX_REGION_BYTES => Err(format!("must be at most {}G", MAX_REGION_BYTES >> 30)),
+        bytes => Ok(bytes),
+    }
+}
+
+/// A size that a window may have: whole words of the bitmap.
+fn window_bytes(text: &str) -> Result<u64, String> {
+    match slot_bytes(text)? {
+        bytes if !bytes.is_multiple_of(WINDOW_UNIT) => Err("must be a multiple of 256K".to_owned()),
         bytes => Ok(bytes),
     }
 }
@@ -186,29 +223,13 @@ pub(crate) enum Method {
     Slat,
     SlatLeaf,
     /// Chosen by `--peer`.
-    #[value(skip)]
     Kvm,
 }
 
 impl Method {
-    /// Those that `--method` chooses from.
-    const SOFTWARE: [Method; 5] = [Method::SrcuCopy, Method::Xchg, Method::Xchg16, Method::Slat, Method::SlatLeaf];
-
     /// Those that differ in how a call works, and not only in the size of a word: the default of
     /// long workloads.
     const WAYS: [Method; 4] = [Method::SrcuCopy, Method::Xchg, Method::Slat, Method::SlatLeaf];
-
-    /// The name in options and results.
-    fn name(self) -> &'static str {
-        match self {
-            Method::SrcuCopy => "srcu-copy",
-            Method::Xchg => "xchg",
-            Method::Xchg16 => "xchg16",
-            Method::Slat => "slat",
-            Method::SlatLeaf => "slat-leaf",
-            Method::Kvm => "kvm",
-        }
-    }
 
     fn is_engine(self) -> bool {
         matches!(self, Method::Slat | Method::SlatLeaf)
@@ -224,7 +245,6 @@ struct Notes {
     not_run: Vec<NotRun>,
 }
 
-/// Runs the experiment.
 pub(crate) fn run(args: &DirtyLogArgs, session: &Session) -> Result<Outcome, Failure> {
     let methods = check_usage(args)?;
     let memory = subject::memory(args.backing, args.slot_bytes())?;
@@ -264,7 +284,7 @@ fn check_usage(args: &DirtyLogArgs) -> Result<Vec<Method>, Failure> {
             !has_pages && (args.pages.is_some() || args.pattern.is_some()),
             "--pages and --pattern are for the table and the range; leave them out",
         ),
-        (args.workload != Workload::Range && args.has_windows(), "--window is for the range; leave it out"),
+        (args.workload != Workload::Range && args.window.is_some(), "--window is for the range; leave it out"),
         (args.workload != Workload::Migration && args.rate.is_some(), "--rate is for the migration; leave it out"),
         (
             too_many.is_some(),
@@ -274,9 +294,10 @@ fn check_usage(args: &DirtyLogArgs) -> Result<Vec<Method>, Failure> {
             ),
         ),
     ])?;
+    let all = Method::value_variants().iter().copied().filter(|&method| method != Method::Kvm);
     let Some(chosen) = &args.method else {
         return Ok(match args.workload {
-            Workload::Table | Workload::Framebuffer => Method::SOFTWARE.to_vec(),
+            Workload::Table | Workload::Framebuffer => all.collect(),
             Workload::Migration | Workload::Range => Method::WAYS.to_vec(),
         });
     };
@@ -286,7 +307,7 @@ fn check_usage(args: &DirtyLogArgs) -> Result<Vec<Method>, Failure> {
         "its CPUs have no exchange of 16 bytes, for xchg16; choose another --method"
     );
     // In the order of the columns, each once.
-    Ok(Method::SOFTWARE.into_iter().filter(|method| chosen.contains(method)).collect())
+    Ok(all.filter(|method| chosen.contains(method)).collect())
 }
 
 type Subjects = Vec<Subject>;
@@ -314,35 +335,24 @@ fn subjects<F: HardwareFormat>(
             _ => peer::peer::<F>(method, memory, nr_others)?,
         });
     }
-    if args.peer != PeerArg::None {
-        match working_kvm(memory, nr_others) {
-            Ok((kvm, facts)) => {
-                subjects.push(kvm);
-                notes.kvm = Some(facts);
-            }
-            Err(why) if args.peer == PeerArg::Kvm => {
-                return Err(Failure::CannotServe(format!(
-                    "there is no KVM to measure: {why}; leave --peer kvm out, or get access to /dev/kvm"
-                )));
-            }
-            Err(why) => notes.not_run.push(NotRun { what: "KVM of this machine".to_owned(), why }),
-        }
+    let (kvm, not_run) = args.peer.kvm(|| working_kvm(memory, nr_others))?;
+    notes.not_run.extend(not_run);
+    if let Some((kvm, facts)) = kvm {
+        subjects.push(kvm);
+        notes.kvm = Some(facts);
     }
     Ok((subjects, notes))
 }
 
 /// A KVM whose guest has written a page, and whose log was got while its other vCPUs ran.
-fn working_kvm(memory: &Backing, nr_others: u16) -> Result<(Subject, KvmFacts), String> {
-    let facts = crate::kvm::facts().map_err(|error| error.to_string())?;
-    let works = || -> Result<Subject, Failure> {
-        let mut kvm = kvm::kvm(memory, nr_others)?;
-        let mut log = vec![0; pattern::nr_words((memory.size_bytes() >> Gfn::SHIFT) as u32)];
-        kvm.guest.write(&[0], 1)?;
-        kvm.others.run()?;
-        // This call clears the page's bit too: later calls begin with a clean log.
-        kvm.log.get(&mut log)?;
-        kvm.others.pause()?;
-        Ok(kvm)
-    };
-    Ok((works().map_err(|failure| failure.to_string())?, facts))
+fn working_kvm(memory: &Backing, nr_others: u16) -> Result<(Subject, KvmFacts), Failure> {
+    let facts = crate::kvm::facts()?;
+    let mut kvm = kvm::kvm(memory, nr_others)?;
+    let mut log = vec![0; pattern::nr_words((memory.size_bytes() >> Gfn::SHIFT) as u32)];
+    kvm.guest.write(&[0], 1)?;
+    kvm.others.run()?;
+    // This call clears the page's bit too: later calls begin with a clean log.
+    kvm.log.get(&mut log)?;
+    kvm.others.pause()?;
+    Ok((kvm, facts))
 }

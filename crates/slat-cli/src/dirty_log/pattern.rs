@@ -7,6 +7,7 @@ use rand::seq::index;
 
 use super::Method;
 use crate::failure::{Failure, check_failed};
+use crate::options::ValueName;
 
 /// How the pages that are written are placed in the memslot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -45,7 +46,6 @@ pub(super) fn nr_words(nr_pages: u32) -> usize {
     nr_pages.div_ceil(u64::BITS) as usize
 }
 
-/// Makes `bitmap` that of `pages`.
 pub(super) fn set_bits(bitmap: &mut [u64], pages: &[u32]) {
     bitmap.fill(0);
     for &page in pages {
@@ -58,20 +58,38 @@ pub(super) fn check_log(method: Method, log: &[u64], written: &[u64]) -> Result<
     if log == written {
         return Ok(());
     }
-    let (mut lost, mut false_alarms, mut example) = (0, 0, None);
-    for (index, (&log, &written)) in log.iter().zip(written).enumerate() {
-        lost += (written & !log).count_ones();
-        false_alarms += (log & !written).count_ones();
-        if log != written {
-            example.get_or_insert(index as u64 * 64 + u64::from((log ^ written).trailing_zeros()));
+    let is_written = |page: u64| written[(page / 64) as usize] >> (page % 64) & 1 == 1;
+    compare_log(&[log], log.len() as u64 * 64, is_written)
+        .map_err(|wrong| check_failed(format_args!("dirty log of {}: {wrong}", method.name())))
+}
+
+/// Whether `bitmaps`, one for each `pages_per_slot` pages, have exactly the pages that were
+/// written; if not, what is wrong.
+pub(crate) fn compare_log(
+    bitmaps: &[impl AsRef<[u64]>],
+    pages_per_slot: u64,
+    is_written: impl Fn(u64) -> bool,
+) -> Result<(), String> {
+    let (mut lost, mut false_alarms, mut example) = (0_u64, 0_u64, None);
+    for (slot, bitmap) in (0..).zip(bitmaps.iter().map(AsRef::as_ref)) {
+        // Bits after the last page belong to no page.
+        for bit in 0..bitmap.len() as u64 * u64::from(u64::BITS) {
+            let page = slot * pages_per_slot + bit;
+            let reported = bitmap[(bit / 64) as usize] >> (bit % 64) & 1 == 1;
+            match (reported, bit < pages_per_slot && is_written(page)) {
+                (false, true) => lost += 1,
+                (true, false) => false_alarms += 1,
+                _ => continue,
+            }
+            example.get_or_insert(page);
         }
     }
-    Err(check_failed(format_args!(
-        "dirty log of {}: {lost} pages written and not reported, {false_alarms} reported and not written, for example \
-         page {}",
-        method.name(),
-        example.unwrap_or_default()
-    )))
+    match example {
+        None => Ok(()),
+        Some(page) => Err(format!(
+            "{lost} pages written and not reported, {false_alarms} reported and not written, for example page {page}"
+        )),
+    }
 }
 
 #[cfg(test)]
@@ -107,5 +125,17 @@ mod tests {
             let message = check_log(Method::Slat, &log, &written).unwrap_err().to_string();
             assert!(message.contains(what) && message.ends_with(&format!("page {page}")), "{message}");
         }
+    }
+
+    #[test]
+    fn a_log_is_right_only_if_it_is_exact() {
+        // Two slots of 65 pages: page 65 is the first of the second.
+        let bitmaps = [vec![1 << 3, 1], vec![1, 0]];
+        let check = |pages: &[u64]| compare_log(&bitmaps, 65, |page| pages.contains(&page));
+        assert_eq!(check(&[3, 64, 65]), Ok(()));
+        assert!(check(&[3, 64, 65, 129]).is_err_and(|wrong| wrong.starts_with("1 pages written and not reported, 0 ")));
+        assert!(check(&[64, 65]).is_err_and(|wrong| wrong.ends_with("1 reported and not written, for example page 3")));
+        let behind = [vec![0, 1 << 1]];
+        assert!(compare_log(&behind, 65, |_| false).is_err(), "a bit that is no page's");
     }
 }

@@ -196,7 +196,7 @@ impl<F: HardwareFormat> PeerVm<F> {
         let _mmu = lock(&self.mmu_lock);
         let mut any = 0;
         let log = self.slots.log_in_use();
-        for ((pair, out), first_page) in log.pairs().iter().zip(out.chunks_mut(2)).zip((0..).step_by(128)) {
+        for ((pair, out), first_page) in log.pairs.iter().zip(out.chunks_mut(2)).zip((0..).step_by(128)) {
             let taken = exchange16::take(pair);
             for ((taken, out), first_page) in taken.into_iter().zip(out).zip([first_page, first_page + 64]) {
                 *out = taken;
@@ -239,7 +239,6 @@ impl<F: HardwareFormat> PeerVm<F> {
     }
 }
 
-/// The vCPU's side of a peer.
 struct PeerVcpu<F>(Arc<PeerVm<F>>);
 
 impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
@@ -263,7 +262,6 @@ impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
     fn log_modifications(&mut self, _written: &[Gpa]) {}
 }
 
-/// A vCPU of a peer with its guest.
 struct PeerGuest<F: HardwareFormat> {
     vm: Arc<PeerVm<F>>,
     guest: SoftwareGuest<Cpu<PeerVcpu<F>, F>>,

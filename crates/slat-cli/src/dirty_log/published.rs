@@ -5,6 +5,7 @@
 //! beside the engine. The program compares nothing with them: they are of another machine, a Core
 //! i3. How the dirty pages were placed is not known.
 
+use super::figures::cell_labels;
 use super::pattern::DirtyPattern;
 use super::{DirtyLogArgs, Method, Workload};
 use crate::options::ValueName;
@@ -14,7 +15,6 @@ use crate::results::{PublishedFigure, labels};
 /// What was published, and the machine.
 pub(super) const ON: &str = "KVM in 2012 before the series and with it, on a Core i3, placement not known";
 
-/// Pages of the memslot.
 const NR_PAGES: u32 = 1 << 18;
 
 /// A row: one call with so many dirty pages, in nanoseconds.
@@ -91,16 +91,7 @@ pub(super) fn figure(
     nr_dirty: f64,
 ) -> Option<PublishedFigure> {
     let range = seconds(args, method, nr_dirty)?;
-    let mut labels = labels([("method", method.name().into())]);
-    match pattern {
-        Some(pattern) => {
-            labels.insert("pages".to_owned(), (nr_dirty as u64).into());
-            labels.insert("pattern".to_owned(), pattern.name().into());
-        }
-        None => {
-            labels.insert("workload".to_owned(), args.workload.name().into());
-        }
-    }
+    let labels = cell_labels(args, labels([("method", method.name().into())]), pattern, nr_dirty);
     Some(PublishedFigure::new("get_dirty_log", Unit::Seconds, &labels, range, ON))
 }
 

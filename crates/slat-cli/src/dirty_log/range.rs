@@ -7,7 +7,6 @@
 //! Only the pages that are written have memory, and they stay the same in all runs of a cell: by
 //! default the memslot is larger than what is dirty.
 
-use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
 use rand::SeedableRng;
@@ -15,7 +14,7 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 
 use super::bench::{Bench, is_done};
-use super::figures::{labels, object, print_notes};
+use super::figures::{cell_labels, labels, object, print_notes};
 use super::pattern::DirtyPattern;
 use super::{DirtyLogArgs, Method, Notes};
 use crate::failure::Failure;
@@ -132,15 +131,15 @@ pub(super) fn measure(
             }
             cells.push(RangeCell { pattern, nr_dirty, ways });
             progress.step();
-            session.so_far(outcome(&cells)?);
+            session.so_far(outcome(&cells));
         }
     }
     drop(progress);
-    outcome(&cells)
+    Ok(outcome(&cells))
 }
 
-fn print(out: &mut impl Write, args: &DirtyLogArgs, notes: &Notes, cells: &[RangeCell]) -> io::Result<()> {
-    writeln!(
+fn print(out: &mut String, args: &DirtyLogArgs, notes: &Notes, cells: &[RangeCell]) {
+    add_line!(
         out,
         "Getting the dirty log of one slot of {} pages whole and in windows, paging: {}, tables: {}; vCPUs that run beside each \
          call: {}.",
@@ -148,7 +147,7 @@ fn print(out: &mut impl Write, args: &DirtyLogArgs, notes: &Notes, cells: &[Rang
         args.paging.name(),
         args.format.name(),
         args.running_vcpus()
-    )?;
+    );
     for of in cells {
         let title = format!("{}, {} dirty pages: {MEDIAN}", of.pattern.name(), of.nr_dirty);
         let header = [&title, "runs", "a window", "longest window", "whole slot", "the guest's next writes"];
@@ -158,22 +157,20 @@ fn print(out: &mut impl Write, args: &DirtyLogArgs, notes: &Notes, cells: &[Rang
             let times = [&way.windows, &way.longest, &way.harvests, &way.next_writes];
             figures.add_row(name.into_iter().chain(times.map(|times| cell(times, Unit::Seconds))));
         }
-        writeln!(out, "\n{figures}")?;
+        add_line!(out, "\n{figures}");
     }
-    writeln!(out)?;
-    print_notes(out, args, notes)?;
+    add_line!(out, "");
+    print_notes(out, args, notes);
     let nr_harvests: usize = cells.iter().flat_map(|of| &of.ways).map(|way| way.harvests.len()).sum();
-    writeln!(out, "Verified: {nr_harvests} harvests had exactly the pages that were written.")
+    add_line!(out, "Verified: {nr_harvests} harvests had exactly the pages that were written.");
 }
 
 fn results(args: &DirtyLogArgs, notes: &Notes, cells: &[RangeCell]) -> Results {
     let mut results = Vec::new();
     for of in cells {
         for way in &of.ways {
-            let mut labels = labels(args, way.method);
-            labels.insert("workload".to_owned(), "range".into());
-            labels.insert("pages".to_owned(), of.nr_dirty.into());
-            labels.insert("pattern".to_owned(), of.pattern.name().into());
+            let labels = labels(args, way.method);
+            let mut labels = cell_labels(args, labels, Some(of.pattern), of.nr_dirty.into());
             if let Some(window_pages) = way.window_pages {
                 labels.insert("window_bytes".to_owned(), bytes(window_pages).into());
             }

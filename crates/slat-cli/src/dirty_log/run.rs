@@ -19,7 +19,7 @@ pub(super) fn table(
     args: &DirtyLogArgs,
     session: &Session,
     bench: &mut Bench,
-    outcome: impl Fn(&[Cell]) -> Result<Outcome, Failure>,
+    outcome: impl Fn(&[Cell]) -> Outcome,
 ) -> Result<Outcome, Failure> {
     let powers = || (0..u32::BITS).map(|shift| 1 << shift).take_while(|&pages| pages <= bench.nr_pages).collect();
     let numbers: Vec<u32> = args.pages.clone().unwrap_or_else(powers);
@@ -37,11 +37,11 @@ pub(super) fn table(
             };
             cells.push(cell);
             progress.step();
-            session.so_far(outcome(&cells)?);
+            session.so_far(outcome(&cells));
         }
     }
     drop(progress);
-    outcome(&cells)
+    Ok(outcome(&cells))
 }
 
 fn measure_cell(
@@ -85,7 +85,7 @@ pub(super) fn framebuffer(
     args: &DirtyLogArgs,
     session: &Session,
     bench: &mut Bench,
-    outcome: impl Fn(&[Cell]) -> Result<Outcome, Failure>,
+    outcome: impl Fn(&[Cell]) -> Outcome,
 ) -> Result<Outcome, Failure> {
     let mut rng = SmallRng::seed_from_u64(args.seed);
     let mut cell = Cell { pattern: None, nr_dirty: 0.0, series: bench.new_series() };
@@ -99,11 +99,11 @@ pub(super) fn framebuffer(
         bench.run((0..cell.series.len()).collect(), &pages, 1, &mut cell.series, &mut rng)?;
         progress.step();
         if number.is_multiple_of(BURSTS_BETWEEN) {
-            session.so_far(outcome(std::slice::from_ref(&cell))?);
+            session.so_far(outcome(std::slice::from_ref(&cell)));
         }
     }
     drop(progress);
-    outcome(&[cell])
+    Ok(outcome(&[cell]))
 }
 
 /// The pages that a burst writes on a screen of `nr_pages` pages, in rising order: at least one.

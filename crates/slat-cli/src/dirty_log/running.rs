@@ -134,7 +134,6 @@ impl RunningVcpu {
     }
 }
 
-/// The thread of a vCPU.
 fn run_vcpu(mut guest: Box<dyn Guest>, shared: &Shared) -> Result<(), Failure> {
     loop {
         match shared.wanted.load(Ordering::Acquire) {

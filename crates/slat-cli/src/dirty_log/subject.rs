@@ -28,7 +28,6 @@ use crate::failure::{Failure, check_failed};
 
 /// Where the memslot is, in all but the real KVM: at a multiple of 1 GiB.
 const SLOT_GPA: Gpa = Gpa(4 << 30);
-/// Its number.
 const SLOT: u32 = 0;
 /// The memslot with the page tables of a guest without a second stage.
 const TABLES_SLOT: u32 = 1;
@@ -84,7 +83,6 @@ pub(super) struct Subject {
     pub(super) log: Box<dyn DirtyLog>,
     /// The vCPU that writes.
     pub(super) guest: Box<dyn Guest>,
-    /// The other vCPUs.
     pub(super) others: RunningVcpus,
 }
 
@@ -153,12 +151,10 @@ impl<C: GuestCpu + Send> Guest for SoftwareGuest<C> {
     }
 }
 
-/// The memory of the slot.
 pub(super) fn memory(kind: BackingKind, size_bytes: u64) -> Result<Backing, Failure> {
     Ok(Backing::new(kind, size_bytes).map_err(MachineError::from)?)
 }
 
-/// Touches all pages.
 pub(super) fn touch(memory: &Backing) {
     for page in 0..memory.size_bytes() >> Gfn::SHIFT {
         memory.store(page << Gfn::SHIFT, 0);

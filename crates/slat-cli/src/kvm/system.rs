@@ -71,7 +71,6 @@ pub(super) struct GuestProgram {
 }
 
 impl GuestProgram {
-    /// Its address.
     pub(super) const fn start(&self) -> u64 {
         SYSTEM_GPA + self.at
     }
@@ -136,7 +135,7 @@ const _: () = {
 /// The system of a VM. Clones are the same.
 #[derive(Clone)]
 pub(super) struct System {
-    memory: Backing,
+    pub(super) memory: Backing,
     nr_listed: u64,
 }
 
@@ -157,10 +156,6 @@ impl System {
         }
         (0..nr_vcpus).for_each(|vcpu| system.write_descriptors(system.block(vcpu)));
         Ok(system)
-    }
-
-    pub(super) fn memory(&self) -> &Backing {
-        &self.memory
     }
 
     fn block(&self, vcpu: u64) -> u64 {
@@ -245,7 +240,6 @@ impl System {
         }
     }
 
-    /// Writes a handler for each exception.
     fn write_handlers(&self) {
         for vector in 0..NR_VECTORS {
             let handler = SYSTEM_GPA + HANDLERS + vector * HANDLER_BYTES;

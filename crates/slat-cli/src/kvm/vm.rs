@@ -51,7 +51,6 @@ fn open() -> Result<Kvm, KvmError> {
     tried("cannot open /dev/kvm", Kvm::new())
 }
 
-/// The facts about this KVM.
 pub(crate) fn facts() -> Result<KvmFacts, KvmError> {
     Ok(KvmFacts::read(&open()?))
 }
@@ -69,12 +68,11 @@ pub(crate) fn nearest_manual_protect(wanted: ManualProtect) -> Result<ManualProt
     })
 }
 
-/// A VM of the real KVM.
 pub(crate) struct KvmVm {
     // Declared before the memory, which it uses, so that it is dropped first.
     vm: VmFd,
     nr_slots: u32,
-    pages_per_slot: u64,
+    pub(crate) pages_per_slot: u64,
     memory: Backing,
     /// The memory of [`SYSTEM_SLOT`].
     _system: Backing,
@@ -111,9 +109,9 @@ impl KvmVm {
             nr_slots: shape.nr_slots,
             pages_per_slot: nr_pages / u64::from(shape.nr_slots),
             memory: memory.clone(),
-            _system: system.memory().clone(),
+            _system: system.memory.clone(),
         };
-        vm.set_slot(SYSTEM_SLOT, 0, SYSTEM_GPA, system.memory(), 0..system.memory().size_bytes())?;
+        vm.set_slot(SYSTEM_SLOT, 0, SYSTEM_GPA, &system.memory, 0..system.memory.size_bytes())?;
         vm.set_logging(Logging::Off)?;
         let cpuid = tried("get the CPUID", kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES))?;
         let guest = |index: usize| {
@@ -170,10 +168,6 @@ impl KvmVm {
     /// Words of a slot's bitmap.
     fn nr_words(&self) -> usize {
         self.pages_per_slot.div_ceil(u64::BITS.into()) as usize
-    }
-
-    pub(crate) fn pages_per_slot(&self) -> u64 {
-        self.pages_per_slot
     }
 
     /// Gets the log of slot number `index` of the region.

@@ -9,7 +9,6 @@ use slat::{Level, NodeId};
 use super::sample::Sample;
 use crate::quantity::{Unit, quantity};
 
-/// Rows at most.
 pub(super) const MAX_ROWS: usize = 5;
 
 /// Columns of a rate or a time, as in "12.3 k/s" and "999.9 µs".
@@ -17,14 +16,12 @@ const RATE_COLUMNS: usize = 8;
 /// Columns of a count, as in "12.3 k".
 const COUNT_COLUMNS: usize = 6;
 
-/// A figure with its name.
 struct Item {
     name: String,
     text: String,
     columns: usize,
 }
 
-/// The figures of one row.
 pub(super) struct Row(Vec<Item>);
 
 impl Row {

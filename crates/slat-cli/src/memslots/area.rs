@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use slat::baselines::Locking;
 use slat::{Config, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
-use slat_machine::hardware::commit::{FlushDomain, FlushMethod, Port};
+use slat_machine::hardware::commit::{FlushDomain, Port};
 use slat_machine::hardware::cpu::Cpu;
 use slat_machine::hardware::tlb::Geometry;
 use slat_machine::hardware::walk::HardwareFormat;
@@ -26,7 +26,6 @@ pub(super) const MAX_AREA_SLOTS: u32 = MemoryRegion::MAX_SLOTS - 1;
 /// Page-table pages that the VM may have at a time: many times what maps the area.
 const MAX_TABLES: u64 = 1 << 16;
 
-/// A vCPU of the area.
 pub(super) type AreaCpu<F> = Cpu<Vcpu<MachineHost, F>, F>;
 
 /// Guest-physical address of page number `page` of the area, while all memslots are in their
@@ -43,11 +42,11 @@ pub(super) struct AreaSlot {
     pub(super) pages: Range<u64>,
 }
 
-/// The area and its VM.
 pub(super) struct Area<F: HardwareFormat> {
-    vm: Arc<Vm<MachineHost, F>>,
-    backing: Backing,
-    flush_domain: Arc<FlushDomain>,
+    pub(super) vm: Arc<Vm<MachineHost, F>>,
+    /// The area's memory in the host: page n begins at n times the page size.
+    pub(super) backing: Backing,
+    pub(super) flush_domain: Arc<FlushDomain>,
     nr_slots: u32,
 }
 
@@ -112,26 +111,9 @@ impl<F: HardwareFormat> Area<F> {
         result.map_err(|error| Failure::CannotServe(format!("{error}; please report this with the command line")))
     }
 
-    /// The area's memory in the host: page n begins at n times the page size.
-    pub(super) fn backing(&self) -> &Backing {
-        &self.backing
-    }
-
     /// A vCPU of the area's VM.
     pub(super) fn create_cpu(&self) -> Result<AreaCpu<F>, Failure> {
         let port = Port::new(&self.flush_domain);
         Ok(Cpu::new(self.vm.create_vcpu()?, port, 1, self.vm.root(), Geometry::default()))
-    }
-
-    pub(super) fn vm(&self) -> &Arc<Vm<MachineHost, F>> {
-        &self.vm
-    }
-
-    pub(super) fn stats(&self) -> slat::stats::Stats {
-        self.vm.stats()
-    }
-
-    pub(super) fn flush_method(&self) -> FlushMethod {
-        self.flush_domain.method()
     }
 }

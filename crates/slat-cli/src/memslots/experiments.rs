@@ -84,7 +84,6 @@ pub(super) struct TestCounts {
     pub(super) nr_mmio_exits: u64,
 }
 
-/// A running test.
 struct Bench<'a, F: HardwareFormat> {
     area: &'a Area<F>,
     guest: AreaGuest,
@@ -93,7 +92,6 @@ struct Bench<'a, F: HardwareFormat> {
     counts: TestCounts,
 }
 
-/// Runs `test` once.
 pub(super) fn run<F: HardwareFormat>(
     args: &MemslotsArgs,
     test: Test,
@@ -101,7 +99,7 @@ pub(super) fn run<F: HardwareFormat>(
     session: &Session,
 ) -> Result<Run, Failure> {
     let (area, setup) = Area::<F>::new(args.slots, locking)?;
-    let _watched = session.watch(area.vm());
+    let _watched = session.watch(&area.vm);
     let guest = AreaGuest::start(area.create_cpu()?, args.timeout)?;
     let mut bench = Bench {
         area: &area,
@@ -123,8 +121,8 @@ pub(super) fn run<F: HardwareFormat>(
         elapsed,
         nr_iterations,
         counts: bench.counts,
-        stats: area.stats(),
-        flush_method: area.flush_method(),
+        stats: area.vm.stats(),
+        flush_method: area.flush_domain.method(),
     })
 }
 
@@ -170,7 +168,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
         })?;
         // The machine's frames are the host's addresses, so the check of values would not notice a
         // page that was never zapped.
-        let (faults, discarded) = (self.area.stats().faults, nr_pages * nr_iterations);
+        let (faults, discarded) = (self.area.vm.stats().faults, nr_pages * nr_iterations);
         ensure!(
             faults >= discarded,
             Check,
@@ -192,7 +190,6 @@ impl<F: HardwareFormat> Bench<'_, F> {
         Ok(())
     }
 
-    /// Waits for the guest's job.
     fn finish_guest(&mut self) -> Result<(), Failure> {
         let done = self.guest.wait()?;
         self.counts.nr_verified += done.nr_verified;
@@ -209,7 +206,7 @@ impl<F: HardwareFormat> Bench<'_, F> {
     }
 
     fn expect(&mut self, page: u64, offset_bytes: u64, expected: u64) -> Result<(), Failure> {
-        match self.area.backing().load((page << Gfn::SHIFT) + offset_bytes) {
+        match self.area.backing.load((page << Gfn::SHIFT) + offset_bytes) {
             Some(found) if found == expected => {
                 self.counts.nr_verified += 1;
                 Ok(())
@@ -250,20 +247,19 @@ impl<F: HardwareFormat> Bench<'_, F> {
         Ok((elapsed, nr_iterations))
     }
 
-    /// Test 5.
     fn read_and_write(&mut self) -> Result<(Duration, u64), Failure> {
         let all = 0..AREA_PAGES;
         let [by_guest, by_host] = VALUES;
         self.repeat(|bench, _| {
             bench.guest.post(GuestJob::Fill { pages: all.clone(), value: by_guest });
             for page in all.clone() {
-                bench.area.backing().store((page << Gfn::SHIFT) + HOST_WORD_BYTES, by_host);
+                bench.area.backing.store((page << Gfn::SHIFT) + HOST_WORD_BYTES, by_host);
             }
             bench.finish_guest()?;
             bench.guest.post(GuestJob::Take { pages: all.clone(), offset_bytes: HOST_WORD_BYTES, expected: by_host });
             for page in all.clone() {
                 bench.expect(page, 0, by_guest)?;
-                bench.area.backing().store(page << Gfn::SHIFT, 0);
+                bench.area.backing.store(page << Gfn::SHIFT, 0);
             }
             bench.finish_guest()
         })

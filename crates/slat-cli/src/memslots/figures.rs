@@ -1,7 +1,5 @@
 //! The output of `slat memslots`.
 
-use std::io::{self, Write};
-
 use humantime::format_duration;
 use serde_json::json;
 use slat_machine::linux::topology::HostDescription;
@@ -53,85 +51,86 @@ const OTHERS: [PerRun<Run>; 4] = [
 ];
 
 /// Prints the lines of KVM's test, then the table and the notes.
-pub(super) fn print(out: &mut impl Write, args: &MemslotsArgs, all: &[&Series]) -> io::Result<()> {
-    writeln!(
+pub(super) fn print(out: &mut String, args: &MemslotsArgs, all: &[&Series]) {
+    add_line!(
         out,
         "{} pages in {} slots of {} pages (the last one has the rest), 1 vCPU, tables: {}",
         AREA_PAGES,
         args.slots,
         AREA_PAGES / u64::from(args.slots),
         args.tables.format.name()
-    )?;
+    );
     for series in all {
-        print_series(out, args, series)?;
+        print_series(out, args, series);
     }
-    print_table(out, all)?;
+    print_table(out, all);
     let host = HostDescription::read();
     if let Some(run) = all.first().and_then(|series| series.best()) {
-        writeln!(out, "{}", measured_on(&host, run.flush_method))?;
+        add_line!(out, "{}", measured_on(&host, run.flush_method));
     }
     if host.nr_cpus < 2 {
-        writeln!(out, "Host and guest share {} CPU: the times measure the scheduler too.", host.nr_cpus)?;
+        add_line!(out, "Host and guest share {} CPU: the times measure the scheduler too.", host.nr_cpus);
     }
     let nr_verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.counts.nr_verified).sum();
-    writeln!(out, "Verified: {nr_verified} words had the value that was written.")
+    add_line!(out, "Verified: {nr_verified} words had the value that was written.");
 }
 
-fn print_series(out: &mut impl Write, args: &MemslotsArgs, series: &Series) -> io::Result<()> {
-    write!(
+fn print_series(out: &mut String, args: &MemslotsArgs, series: &Series) {
+    add!(
         out,
         "Testing {} performance with {} runs, {} each",
-        series.test.name(),
+        series.of.0.name(),
         args.runs,
         format_duration(args.duration)
-    )?;
+    );
     match &args.tables.lock.values.len() {
-        1 => writeln!(out)?,
-        _ => writeln!(out, " (lock {})", series.locking.name())?,
+        1 => add_line!(out, ""),
+        _ => add_line!(out, " (lock {})", series.of.1.name()),
     }
     for run in &series.runs {
         let (setup, elapsed, iteration) = (run.setup.as_secs_f64(), run.elapsed.as_secs_f64(), run.iteration_s());
-        writeln!(out, "Test took {setup:.9}s for slot setup + {elapsed:.9}s all iterations")?;
-        writeln!(out, "Done {} iterations, avg {iteration:.9}s each", run.nr_iterations)?;
+        add_line!(out, "Test took {setup:.9}s for slot setup + {elapsed:.9}s all iterations");
+        add_line!(out, "Done {} iterations, avg {iteration:.9}s each", run.nr_iterations);
         if args.verbose {
             let slat::stats::Stats { faults, spurious, retries, zapped, flushes, .. } = &run.stats;
-            writeln!(
+            add_line!(
                 out,
                 "  {faults} faults ({spurious} spurious), {retries} retries, {zapped} entries zapped, {flushes} flushes, \
                  {} MMIO exits, {} calls of the host, {} words verified",
-                run.counts.nr_mmio_exits, run.counts.nr_host_calls, run.counts.nr_verified
-            )?;
+                run.counts.nr_mmio_exits,
+                run.counts.nr_host_calls,
+                run.counts.nr_verified
+            );
         }
     }
     if let Some(best) = series.best() {
-        writeln!(
+        add_line!(
             out,
             "Best runtime result was {:.9}s per iteration (with {} iterations)",
             best.iteration_s(),
             best.nr_iterations
-        )?;
+        );
     }
     let setup = series.best_setup().as_secs_f64();
-    writeln!(out, "Best slot setup time for the whole test area was {setup:.9}s\n")
+    add_line!(out, "Best slot setup time for the whole test area was {setup:.9}s\n");
 }
 
-fn print_table(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
+fn print_table(out: &mut String, all: &[&Series]) {
     let titles = COLUMNS.iter().map(|column| column.title.to_owned());
     let header = [format!("{MEDIAN}, counts of one iteration"), "lock".to_owned()];
     let mut figures = table::figures(header.into_iter().chain(titles));
     for series in all {
-        let mut cells = vec![series.test.name().to_owned(), series.locking.name().to_owned()];
+        let mut cells = vec![series.of.0.name().to_owned(), series.of.1.name().to_owned()];
         cells.extend(COLUMNS.iter().map(|column| column.cell(&series.runs)));
         figures.add_row(cells);
     }
-    writeln!(out, "{figures}\n")
+    add_line!(out, "{figures}\n");
 }
 
-/// The object of `--json`.
 pub(super) fn results(args: &MemslotsArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
-        let labels = labels([("test", series.test.name().into()), ("lock", series.locking.name().into())]);
+        let labels = labels([("test", series.of.0.name().into()), ("lock", series.of.1.name().into())]);
         let figures = OTHERS.iter().chain(&COLUMNS);
         results.extend(figures.filter_map(|figure| figure.figure(&series.runs, &labels)));
     }

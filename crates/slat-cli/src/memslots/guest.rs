@@ -125,7 +125,6 @@ pub(super) struct AreaGuest {
 }
 
 impl AreaGuest {
-    /// Starts the vCPU's thread.
     pub(super) fn start<F: HardwareFormat>(mut cpu: AreaCpu<F>, timeout: Duration) -> Result<AreaGuest, Failure> {
         let (jobs, for_guest) = channel::<GuestJob>();
         let (from_guest, answers) = channel();
@@ -151,7 +150,6 @@ impl AreaGuest {
         let _ = self.jobs.as_ref().map(|jobs| jobs.send(job));
     }
 
-    /// Waits for the end of the job.
     pub(super) fn wait(&mut self) -> Result<Done, Failure> {
         match self.answers.recv_timeout(self.timeout) {
             Ok(Ok(done)) => Ok(done),
@@ -307,7 +305,6 @@ fn write_if_mapped<F: HardwareFormat>(cpu: &mut AreaCpu<F>, page: u64, value: u6
     }
 }
 
-/// Pages that a size in bytes is.
 pub(super) const fn pages(size_bytes: u64) -> u64 {
     size_bytes >> Gfn::SHIFT
 }

@@ -15,15 +15,14 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use slat::baselines::Locking;
 
+use crate::columns::{Column, in_turns};
 use crate::failure::{Failure, ensure};
 use crate::options::{Named, OutputArgs, TablesArgs, ValueName, duration, positive, with_format};
 use crate::results::Outcome;
 use crate::session::Session;
-use crate::turns;
 use area::MAX_AREA_SLOTS;
 use experiments::{Run, Test};
 
-/// The options of `slat memslots`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -87,11 +86,7 @@ fn slots(text: &str) -> Result<u32, String> {
 }
 
 /// The runs of one test with one locking.
-struct Series {
-    test: Test,
-    locking: Locking,
-    runs: Vec<Run>,
-}
+type Series = Column<(Test, Locking), Run>;
 
 impl Series {
     /// The run with the shortest iterations.
@@ -105,38 +100,17 @@ impl Series {
     }
 }
 
-/// Runs the experiment.
 pub(crate) fn run(args: &MemslotsArgs, session: &Session) -> Result<Outcome, Failure> {
-    let tests = selected_tests(args)?;
     let lockings = &args.tables.lock.values;
+    let of_test = |&test: &Test| lockings.iter().map(move |&locking| (test, locking));
+    let all: Vec<(Test, Locking)> = selected_tests(args)?.iter().flat_map(of_test).collect();
+    let title = |(test, locking): &(Test, Locking)| format!("{}, lock {}", test.name(), locking.name());
+    let run = |&(test, locking): &(Test, Locking), _| with_format!(args.tables.format, F => experiments::run::<F>(args, test, locking, session));
     let outcome = |all: &[Series]| {
         let measured: Vec<&Series> = all.iter().filter(|series| !series.runs.is_empty()).collect();
         Outcome::new(figures::results(args, &measured), |out| figures::print(out, args, &measured))
     };
-    let progress = session.progress(tests.len() as u64 * turns::nr_runs(args.runs, lockings.len()));
-    let run_test =
-        |test, locking| with_format!(args.tables.format, F => experiments::run::<F>(args, test, locking, session));
-    let mut all = Vec::new();
-    for &test in tests {
-        let first = all.len();
-        all.extend(lockings.iter().map(|&locking| Series { test, locking, runs: Vec::new() }));
-        if turns::warms_up(args.runs) {
-            progress.begin(turns::WARM_UP.to_owned());
-            run_test(test, lockings[0])?;
-            progress.step();
-        }
-        for run in 0..args.runs as usize {
-            for which in turns::order(run, lockings.len()) {
-                let series = &mut all[first + which];
-                progress.begin(format!("{}, lock {}", test.name(), series.locking.name()));
-                series.runs.push(run_test(test, series.locking)?);
-                progress.step();
-                session.so_far(outcome(&all)?);
-            }
-        }
-    }
-    drop(progress);
-    outcome(&all)
+    in_turns(session, all, lockings.len(), args.runs, title, run, outcome)
 }
 
 fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
@@ -149,7 +123,7 @@ fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
     ensure!(
         args.slots >= 2 || !tests.contains(&Test::MoveInactive),
         Usage,
-        "test 4, move inactive area, needs at least 2 slots; choose more (-s), or -e 3"
+        "test 4, move inactive area, needs at least 2 slots; choose more (--slots), or --last-test 3"
     );
     Ok(tests)
 }

@@ -30,7 +30,6 @@ pub(super) struct Magic {
 /// Debian's packages of another architecture.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Debian {
-    /// Its name.
     pub(super) architecture: &'static str,
     /// The folder of its libraries, in `usr/lib`.
     pub(super) libraries: &'static str,

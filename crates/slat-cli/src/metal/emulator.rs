@@ -17,7 +17,7 @@ use super::packages::{Emulator, Qemu};
 use super::plan::Plan;
 use super::process::Running;
 use super::protocol::{Line, Verdict};
-use super::walker::{Compared, Corrupted, MachineMemory};
+use super::walker::{Compared, MachineMemory};
 use super::{ControlArg, GuestArg, MachineArg, bochs, initramfs, migration};
 use crate::failure::Failure;
 use crate::quantity::Unit;
@@ -53,13 +53,11 @@ const END: Duration = Duration::from_secs(10);
 
 /// What was built and got.
 pub(super) struct Files {
-    /// The hypervisor.
     pub(super) image: PathBuf,
     /// Linux, if it is the guest, or has KVM.
     pub(super) linux: Option<Linux>,
 }
 
-/// A Linux that boots.
 pub(super) struct Linux {
     pub(super) kernel: PathBuf,
     /// Its first process.
@@ -124,21 +122,14 @@ fn place(loading: Loading, files: &[Loaded]) -> Vec<(u64, Loaded)> {
 /// What came of a run.
 #[derive(Debug)]
 pub(super) struct Ended {
-    pub(super) status: Status,
+    /// `None`: it was killed, since it did not end in time.
+    pub(super) status: Option<ExitStatus>,
     pub(super) verdict: Option<Verdict>,
     /// In the order in which they came first.
     pub(super) figures: Vec<(String, Unit, Vec<f64>)>,
     pub(super) time: Duration,
     /// The last thing that was said, for people to see where it stopped.
     pub(super) last: String,
-}
-
-/// How the emulator ended.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Status {
-    Exited(ExitStatus),
-    /// It was killed, since it did not end in time.
-    TimedOut,
 }
 
 /// What a line is of.
@@ -277,7 +268,7 @@ impl Machine {
         let failed = |error: io::Error| Failure::CannotServe(format!("the emulator: {error}"));
         let mut running = Running::start(&mut command, session).map_err(failed)?;
         let (sender, lines) = mpsc::sync_channel(LINES);
-        if let (Some(stdout), Some(stderr)) = (running.child().stdout.take(), running.child().stderr.take()) {
+        if let (Some(stdout), Some(stderr)) = (running.child.stdout.take(), running.child.stderr.take()) {
             let of_guest = sender.clone();
             let pipes = match (plan.machine, plan.guest) {
                 // Bochs has the debug console there, and the serial line beside its own words.
@@ -296,12 +287,6 @@ impl Machine {
             Boot::Source => ["A guest|", "A slat |"],
             Boot::Target => ["B guest|", "B slat |"],
         };
-        let (verdict, figures, last) = (None, Vec::new(), String::new());
-        let firmware = match plan.machine {
-            MachineArg::RiscV => Firmware::Talks,
-            MachineArg::Svm | MachineArg::Vmx | MachineArg::Arm => Firmware::IsSilent,
-        };
-        let (memory, compared) = (self.memory.as_ref(), Compared::default());
         let mut heard = Heard {
             plan,
             session,
@@ -309,18 +294,19 @@ impl Machine {
             shown,
             on_ready,
             progress,
-            verdict,
-            figures,
-            last,
-            firmware,
-            memory,
-            compared,
+            verdict: None,
+            figures: Vec::new(),
+            last: String::new(),
+            // (OpenSBI uses either console.)
+            is_firmware: plan.machine == MachineArg::RiscV,
+            memory: self.memory.as_ref(),
+            compared: Compared::default(),
         };
         let mut longest = plan.timeout;
         let status = loop {
             // Also of a guest that says something all the time.
             if begin.elapsed() >= longest {
-                break Status::TimedOut;
+                break None;
             }
             match lines.recv_timeout(longest.saturating_sub(begin.elapsed())) {
                 Ok((pipe, line)) => {
@@ -330,15 +316,19 @@ impl Machine {
                         longest = longest.min(begin.elapsed() + END);
                     }
                 }
-                Err(RecvTimeoutError::Timeout) => break Status::TimedOut,
-                Err(RecvTimeoutError::Disconnected) => break Status::Exited(running.wait().map_err(failed)?),
+                Err(RecvTimeoutError::Timeout) => break None,
+                Err(RecvTimeoutError::Disconnected) => break Some(running.wait().map_err(failed)?),
             }
         };
         let Heard { verdict, mut figures, last, compared, .. } = heard;
         if compared != Compared::default() {
             let Compared { nr_tables, nr_leaves, nr_holes, nr_placed } = compared;
-            let [tables, leaves] = [(TABLES_WALKED, nr_tables), (LEAVES_WALKED, nr_leaves)];
-            for (name, count) in [tables, leaves, ("holes_walked", nr_holes), (LEAVES_ON_THEIR_NODE, nr_placed)] {
+            for (name, count) in [
+                (TABLES_WALKED, nr_tables),
+                (LEAVES_WALKED, nr_leaves),
+                ("holes_walked", nr_holes),
+                (LEAVES_ON_THEIR_NODE, nr_placed),
+            ] {
                 figures.push((name.to_owned(), Unit::Count, vec![count as f64]));
             }
         }
@@ -382,7 +372,6 @@ fn read_module(path: &Path) -> io::Result<initramfs::Module> {
 /// Bytes of a line, at most.
 const MAX_LINE_BYTES: u64 = 1 << 16;
 
-/// Sends each line of `pipe`.
 fn read(from: impl Read, pipe: Pipe, to: &SyncSender<(Pipe, String)>) {
     let mut from = BufReader::new(from);
     let mut bytes = Vec::new();
@@ -401,14 +390,6 @@ fn text_of(bytes: &[u8]) -> String {
     strip_ansi_codes(&text).chars().filter(|letter| !letter.is_control() || *letter == '\t').collect()
 }
 
-/// Whether what comes may be of the machine's firmware.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Firmware {
-    /// Until the hypervisor's first line. (OpenSBI uses either console.)
-    Talks,
-    IsSilent,
-}
-
 /// What was heard until now.
 struct Heard<'r> {
     plan: &'r Plan,
@@ -421,7 +402,8 @@ struct Heard<'r> {
     verdict: Option<Verdict>,
     figures: Vec<(String, Unit, Vec<f64>)>,
     last: String,
-    firmware: Firmware,
+    /// Whether what comes may be of the machine's firmware: until the hypervisor's first line.
+    is_firmware: bool,
     memory: Option<&'r MachineMemory>,
     compared: Compared,
 }
@@ -429,12 +411,12 @@ struct Heard<'r> {
 impl Heard<'_> {
     fn line(&mut self, pipe: Pipe, text: &str) -> Result<(), Failure> {
         let is_of_bochs = self.plan.machine == MachineArg::Vmx && bochs::is_own(text);
-        if pipe == Pipe::Guest && self.firmware == Firmware::IsSilent && !is_of_bochs {
+        if pipe == Pipe::Guest && !self.is_firmware && !is_of_bochs {
             return self.show(self.names[0], text);
         }
         let line = Line::parse(text);
         if !matches!(line, Line::Other(_)) {
-            self.firmware = Firmware::IsSilent;
+            self.is_firmware = false;
         }
         match line {
             Line::Say(text) => self.show(self.names[1], &text),
@@ -455,13 +437,10 @@ impl Heard<'_> {
             }
             Line::Tables(tables) => {
                 let Some(memory) = self.memory else { return self.show("qemu |", text) };
-                let corrupted = match self.plan.control {
-                    ControlArg::WrongPte => Corrupted::Leaf(self.plan.seed),
-                    _ => Corrupted::Nothing,
-                };
+                let wrong_leaf = (self.plan.control == ControlArg::WrongPte).then_some(self.plan.seed);
                 let failed =
                     |error| Failure::Check(format!("page tables cannot be walked in the machine's memory: {error}"));
-                self.compared.add(memory.check(&tables, corrupted).map_err(failed)?);
+                self.compared.add(memory.check(&tables, wrong_leaf).map_err(failed)?);
                 Ok(())
             }
             Line::Verdict(verdict) => {
@@ -470,14 +449,11 @@ impl Heard<'_> {
                 Ok(())
             }
             Line::Other(text) if text.contains(UNSUPPORTED) || text.is_empty() => Ok(()),
-            Line::Other(text) if self.plan.machine == MachineArg::Vmx => {
-                if bochs::is_reason(&text) {
-                    self.show("bochs|", &text)
-                } else {
-                    Ok(())
-                }
-            }
-            Line::Other(text) if self.firmware == Firmware::Talks && !text.contains(OF_QEMU) => {
+            Line::Other(text) if self.plan.machine == MachineArg::Vmx => match bochs::is_reason(&text) {
+                true => self.show("bochs|", &text),
+                false => Ok(()),
+            },
+            Line::Other(text) if self.is_firmware && !text.contains(OF_QEMU) => {
                 self.last = format!("firmware: {text}");
                 Ok(())
             }

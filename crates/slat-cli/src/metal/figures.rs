@@ -1,12 +1,11 @@
 //! What `slat metal` prints and writes in the end, and how it judges.
 
-use std::io::{self, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::time::Duration;
 
 use serde_json::json;
 
-use super::emulator::{Ended, LEAVES_ON_THEIR_NODE, LEAVES_WALKED, Machine, Status, TABLES_WALKED};
+use super::emulator::{Ended, LEAVES_ON_THEIR_NODE, LEAVES_WALKED, Machine, TABLES_WALKED};
 use super::migration::BothEnded;
 use super::plan::Plan;
 use super::protocol::{Check, Verdict};
@@ -14,7 +13,7 @@ use super::{ControlArg, MachineArg};
 use crate::failure::Failure;
 use crate::options::ValueName;
 use crate::quantity::{Unit, quantity};
-use crate::results::{EMULATED_CPUS, Figure, Host, Labels, Outcome, Results, Shortfall, cell, labels};
+use crate::results::{EMULATED_CPUS, Figure, Host, Labels, Outcome, Results, cell, labels};
 use crate::table;
 
 /// The exit codes of the emulator if the hypervisor ends it: its device makes `value << 1 | 1` of
@@ -24,23 +23,17 @@ const FAILED: i32 = 0x11 << 1 | 1;
 /// Bochs exits with this whenever the machine ends by itself.
 const ENDED: i32 = 1;
 
-/// The judgement.
-#[derive(Clone, PartialEq, Eq, Debug)]
-enum Judged {
-    Right(String),
-    Wrong(String),
-}
+/// What is verified, or what is wrong.
+type Judged = Result<String, String>;
 
 /// What was measured: names, units and samples.
 type Measured = [(String, Unit, Vec<f64>)];
 
-/// The outcome of a run.
-pub(super) fn outcome(plan: &Plan, machine: &Machine, ended: &Ended) -> Result<Outcome, Failure> {
+pub(super) fn outcome(plan: &Plan, machine: &Machine, ended: &Ended) -> Outcome {
     conclude(plan, machine, verdict(plan, ended), &ended.figures, ended.time)
 }
 
-/// The outcome of a migration.
-pub(super) fn outcome_of_both(plan: &Plan, machine: &Machine, ended: BothEnded) -> Result<Outcome, Failure> {
+pub(super) fn outcome_of_both(plan: &Plan, machine: &Machine, ended: BothEnded) -> Outcome {
     let BothEnded { source, target } = ended;
     let verdict = both(verdict(plan, &source), target.as_ref().map(|target| verdict(plan, target)));
     let (mut figures, mut time) = (source.figures, source.time);
@@ -78,28 +71,14 @@ fn conclude(
     verdict: Result<Verdict, String>,
     measured: &Measured,
     time: Duration,
-) -> Result<Outcome, Failure> {
+) -> Outcome {
     let is_control = plan.control != ControlArg::None;
     // A control may be noticed before the first checkpoint.
     let walked = Walked { outside: plan.walks_outside() && !is_control, on_nodes: plan.nr_nodes > 1 };
-    let judged = judge(plan.control, verdict).and(|| walked.check(measured));
+    let judged = judge(plan.control, verdict).and_then(|text| walked.check(measured).map(|()| text));
     let results = results(plan, machine, measured, time, &judged);
-    let outcome = Outcome::new(results, |out| print(out, measured, time, &judged))?;
-    let shortfall = match judged {
-        Judged::Right(_) => None,
-        Judged::Wrong(why) => Some(Shortfall::Check(why)),
-    };
-    Ok(Outcome { shortfall, ..outcome })
-}
-
-impl Judged {
-    /// This, unless it is right and `check` says what is wrong all the same.
-    fn and(self, check: impl FnOnce() -> Result<(), String>) -> Judged {
-        match self {
-            Judged::Right(text) => check().map_or_else(Judged::Wrong, |()| Judged::Right(text)),
-            wrong @ Judged::Wrong(_) => wrong,
-        }
-    }
+    let outcome = Outcome::new(results, |out| print(out, measured, time, &judged));
+    Outcome { shortfall: judged.err().map(Failure::Check), ..outcome }
 }
 
 /// What must have been walked outside of the machine.
@@ -149,18 +128,18 @@ fn judge(control: ControlArg, verdict: Result<Verdict, String>) -> Judged {
     let (name, is_control) = (control.name(), control != ControlArg::None);
     match verdict {
         Ok(Verdict::Pass(text)) if is_control => {
-            Judged::Wrong(format!("control {name}: what was left out was not noticed: {text}"))
+            Err(format!("control {name}: what was left out was not noticed: {text}"))
         }
-        Ok(Verdict::Pass(text)) => Judged::Right(format!("Verified: {text}.")),
+        Ok(Verdict::Pass(text)) => Ok(format!("Verified: {text}.")),
         Ok(Verdict::Fail(check, text)) if noticed_by(control).contains(&check) => {
-            Judged::Right(format!("Verified: control {name} was noticed, as it must be: {text}."))
+            Ok(format!("Verified: control {name} was noticed, as it must be: {text}."))
         }
         Ok(Verdict::Fail(_, text)) if is_control => {
-            Judged::Wrong(format!("control {name}: another check failed than what was left out causes: {text}"))
+            Err(format!("control {name}: another check failed than what was left out causes: {text}"))
         }
         // Also with a control: what was left out is not why.
-        Ok(Verdict::Fail(_, text) | Verdict::Error(text)) => Judged::Wrong(text),
-        Err(why) => Judged::Wrong(why),
+        Ok(Verdict::Fail(_, text) | Verdict::Error(text)) => Err(text),
+        Err(why) => Err(why),
     }
 }
 
@@ -168,11 +147,11 @@ fn judge(control: ControlArg, verdict: Result<Verdict, String>) -> Judged {
 pub(super) fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
     let behind = if ended.last.is_empty() { "nothing was said".to_owned() } else { format!("last: {}", ended.last) };
     let status = match (ended.status, &ended.verdict) {
-        (Status::Exited(status), _) => status,
-        (Status::TimedOut, None) => {
+        (Some(status), _) => status,
+        (None, None) => {
             return Err(format!("no verdict in {}; {behind}", humantime::format_duration(plan.timeout)));
         }
-        (Status::TimedOut, Some(verdict)) => {
+        (None, Some(verdict)) => {
             return Err(format!("the verdict was \"{}\", but the machine did not end", verdict.text()));
         }
     };
@@ -193,21 +172,19 @@ pub(super) fn verdict(plan: &Plan, ended: &Ended) -> Result<Verdict, String> {
     }
 }
 
-fn print(out: &mut impl Write, measured: &Measured, time: Duration, judged: &Judged) -> io::Result<()> {
+fn print(out: &mut String, measured: &Measured, time: Duration, judged: &Judged) {
     let mut table = table::figures(["figure".to_owned(), "value".to_owned()]);
     for (name, unit, samples) in measured {
         table.add_row([name.replace('_', " "), cell(&samples.iter().copied().collect(), *unit)]);
     }
     table.add_row(["wall".to_owned(), quantity(time.as_secs_f64(), Unit::Seconds)]);
-    writeln!(out, "\n{table}\n")?;
-    match judged {
-        Judged::Right(text) => writeln!(out, "{text}"),
-        // The command says why.
-        Judged::Wrong(_) => Ok(()),
+    add_line!(out, "\n{table}\n");
+    // The command says why there is none.
+    if let Ok(text) = judged {
+        add_line!(out, "{text}");
     }
 }
 
-/// The object of `--json`.
 fn results(plan: &Plan, machine: &Machine, measured: &Measured, time: Duration, judged: &Judged) -> Results {
     let figure = |name: &str, unit, labels: &Labels, samples: &[f64]| {
         Figure::new(name, unit, labels, samples.iter().copied()).with_better(None)
@@ -216,8 +193,8 @@ fn results(plan: &Plan, machine: &Machine, measured: &Measured, time: Duration, 
         measured.iter().map(|(name, unit, samples)| figure(name, *unit, &Labels::new(), samples)).collect();
     figures.push(figure("wall", Unit::Seconds, &Labels::new(), &[time.as_secs_f64()]));
     let (passed, text) = match judged {
-        Judged::Right(text) => (1.0, text),
-        Judged::Wrong(text) => (0.0, text),
+        Ok(text) => (1.0, text),
+        Err(text) => (0.0, text),
     };
     figures.push(figure("passed", Unit::Count, &labels([("verdict", json!(text))]), &[passed]));
     results_of(plan, machine, figures)
@@ -252,7 +229,6 @@ mod tests {
     #[test]
     fn a_control_needs_the_failure_that_it_causes() {
         let fail = |check| Ok(Verdict::Fail(check, "why".to_owned()));
-        let is_right = |judged| matches!(judged, Judged::Right(_));
         for (control, checks) in [
             (ControlArg::NoFlush, &[Check::Access, Check::Log][..]),
             (ControlArg::NoEntryFlush, &[Check::EntryFlush]),
@@ -261,12 +237,12 @@ mod tests {
             (ControlArg::None, &[]),
         ] {
             for check in [Check::Access, Check::Log, Check::EntryFlush, Check::Tables, Check::Silence, Check::Other] {
-                assert_eq!(is_right(judge(control, fail(check))), checks.contains(&check), "{control:?}, {check:?}");
+                assert_eq!(judge(control, fail(check)).is_ok(), checks.contains(&check), "{control:?}, {check:?}");
             }
             let is_none = control == ControlArg::None;
-            assert_eq!(is_right(judge(control, Ok(Verdict::Pass("all".to_owned())))), is_none);
-            assert!(!is_right(judge(control, Ok(Verdict::Error("no memory".to_owned())))));
-            assert!(!is_right(judge(control, Err("silent".to_owned()))));
+            assert_eq!(judge(control, Ok(Verdict::Pass("all".to_owned()))).is_ok(), is_none);
+            assert!(judge(control, Ok(Verdict::Error("no memory".to_owned()))).is_err());
+            assert!(judge(control, Err("silent".to_owned())).is_err());
         }
     }
 
@@ -275,10 +251,8 @@ mod tests {
         let counts = |counts: &[(&str, f64)]| -> Vec<_> {
             counts.iter().map(|&(name, count)| (name.to_owned(), Unit::Count, vec![count])).collect()
         };
-        let check = |outside, on_nodes, measured: &[(&str, f64)]| {
-            let judged = Judged::Right("all".to_owned()).and(|| Walked { outside, on_nodes }.check(&counts(measured)));
-            matches!(judged, Judged::Right(_))
-        };
+        let check =
+            |outside, on_nodes, measured: &[(&str, f64)]| Walked { outside, on_nodes }.check(&counts(measured)).is_ok();
         let walked = [(TABLES_WALKED, 4.0), (LEAVES_WALKED, 9.0)];
         assert!(check(true, false, &walked) && check(false, false, &[]));
         assert!(!check(true, false, &[]) && !check(true, false, &[(TABLES_WALKED, 4.0)]));

@@ -7,8 +7,6 @@
 //! own work comes between those of KVM in each run in another way: how much is said. What is in a
 //! count is said in docs/instructions.md.
 
-use std::io::{self, Write};
-
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -24,7 +22,7 @@ use super::saved::{self, CountedOn, Saved};
 use crate::failure::Failure;
 use crate::options::PeerArg;
 use crate::quantity::{Unit, digits, or_nothing, times};
-use crate::results::{Better, Figure, Labels, NotRun, Outcome, Shortfall, labels};
+use crate::results::{Better, Figure, Labels, NotRun, Outcome, labels};
 use crate::session::Session;
 use crate::table;
 
@@ -176,7 +174,6 @@ impl Measured {
         least(self.samples(event, system)?)
     }
 
-    /// The events in the table.
     fn events(&self) -> &'static [(&'static str, &'static str)] {
         if self.nr_cpus == 1 { &EVENTS } else { &TOGETHER }
     }
@@ -222,7 +219,7 @@ pub(super) fn run(args: &MetalArgs, plan: &Plan, session: &Session) -> Result<Ou
         }
         measured.kvm = Some(kvm);
     }
-    conclude(plan, &machine, &measured, difference)
+    Ok(conclude(plan, &machine, &measured, difference))
 }
 
 /// The same beside KVM's counts of an earlier run. What is missing is not downloaded, and the
@@ -235,7 +232,8 @@ pub(crate) fn run_beside_saved(args: &MetalArgs, session: &Session) -> Result<Ou
     let kvm = saved.of(&CountedOn::new(&emulator, &plan, &parts.kvm_linux()?)?)?;
     let machine = parts.machine(emulator, None)?;
     let (slat, difference) = twice(&plan, &machine, Boot::Hypervisor, Shown::Nothing, session)?;
-    conclude(&plan, &machine, &Measured { kvm: Some(kvm), ..Measured::new(&plan, slat, None) }, difference)
+    let measured = Measured { kvm: Some(kvm), ..Measured::new(&plan, slat, None) };
+    Ok(conclude(&plan, &machine, &measured, difference))
 }
 
 /// Runs a machine twice: the counts of both runs, and what differs between them.
@@ -253,23 +251,17 @@ fn twice(
 }
 
 /// The outcome of both machines, or of slat's alone.
-fn conclude(
-    plan: &Plan,
-    machine: &Machine,
-    measured: &Measured,
-    difference: Option<String>,
-) -> Result<Outcome, Failure> {
+fn conclude(plan: &Plan, machine: &Machine, measured: &Measured, difference: Option<String>) -> Outcome {
     let mut results = results_of(plan, machine, figures(measured));
     results.not_run.extend(measured.not_run.clone());
     let outcome = Outcome::new(results, |out| {
-        print(out, measured, &measured_on(machine))?;
-        match difference {
-            None => writeln!(out, "\nVerified: a loop of known length counts as that, and {}.", equality(measured)),
-            Some(_) => Ok(()),
+        print(out, measured, &measured_on(machine));
+        if difference.is_none() {
+            add_line!(out, "\nVerified: a loop of known length counts as that, and {}.", equality(measured));
         }
-    })?;
-    let shortfall = difference.map(|what| Shortfall::Check(format!("two runs did not count the same: {what}")));
-    Ok(Outcome { shortfall, ..outcome })
+    });
+    let shortfall = difference.map(|what| Failure::Check(format!("two runs did not count the same: {what}")));
+    Outcome { shortfall, ..outcome }
 }
 
 /// How equal the runs of each machine are, in words.
@@ -327,11 +319,11 @@ fn number(value: Option<f64>) -> String {
     or_nothing(value.map(|value| digits(value, true)))
 }
 
-fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Result<()> {
+fn print(out: &mut String, measured: &Measured, measured_on: &str) {
     match measured.nr_cpus {
-        1 => writeln!(out, "\nInstructions for each event; {measured_on}, one CPU, 4096 pages.\n")?,
+        1 => add_line!(out, "\nInstructions for each event; {measured_on}, one CPU, 4096 pages.\n"),
         nr_cpus => {
-            writeln!(out, "\nInstructions of {nr_cpus} CPUs together for each event; {measured_on}, 4096 pages.\n")?;
+            add_line!(out, "\nInstructions of {nr_cpus} CPUs together for each event; {measured_on}, 4096 pages.\n");
         }
     }
     let systems = System::all(measured.architecture);
@@ -342,39 +334,38 @@ fn print(out: &mut impl Write, measured: &Measured, measured_on: &str) -> io::Re
         let ratio = or_nothing(measured.ratio(event).map(times));
         table.add_row([title.to_owned()].into_iter().chain(cells).chain([ratio]));
     }
-    writeln!(out, "{table}\n")?;
+    add_line!(out, "{table}\n");
     let (peer, slat) = (System::peer(measured.architecture).title, System::SLAT_LAZY.title);
     if measured.nr_cpus == 1 {
-        print_parts(out, measured)?;
-        writeln!(
+        print_parts(out, measured);
+        add_line!(
             out,
             "\nKVM / slat: \"{peer}\" by \"{slat}\". A fault: from the guest's write until it goes on, by the same code\n\
              in both guests; the frame is there, and zeroed. KVM's calls have the system call with them; its\n\
              invalidations are what its notifier adds to madvise(). See docs/instructions.md."
-        )?;
+        );
     } else {
-        writeln!(
+        add_line!(
             out,
             "KVM / slat: \"{peer}\" by \"{slat}\". All CPUs write at the same time, on the same page-table pages. What\n\
              they execute together is divided by their faults. The emulator runs them in turns. See\n\
              docs/instructions.md."
-        )?;
+        );
     }
     let per_fault = measured.kvm.as_ref().and_then(|kvm| kvm.get("pages_per_demand_fault_shadow"));
     if let Some(nr_pages) = per_fault.filter(|&nr_pages| nr_pages > 1.0) {
-        writeln!(out, "A demand fault of KVM's shadow page tables maps {} pages.", digits(nr_pages, true))?;
+        add_line!(out, "A demand fault of KVM's shadow page tables maps {} pages.", digits(nr_pages, true));
     }
     if measured.kvm.is_some() {
-        writeln!(out, "The words of KVM's kernel: {}.", measured.kvm_words)?;
+        add_line!(out, "The words of KVM's kernel: {}.", measured.kvm_words);
     }
     if let Some(not_run) = &measured.not_run {
-        writeln!(out, "{not_run}")?;
+        add_line!(out, "{not_run}");
     }
-    Ok(())
 }
 
 /// Where the instructions of slat's faults go.
-fn print_parts(out: &mut impl Write, measured: &Measured) -> io::Result<()> {
+fn print_parts(out: &mut String, measured: &Measured) {
     let faults = [("Demand fault", "demand_fault", "demand_fault_engine")];
     let mut table =
         table::figures(["Of it", "exit and entry", "engine", "  in it the host's answer"].map(str::to_owned));
@@ -386,7 +377,7 @@ fn print_parts(out: &mut impl Write, measured: &Measured) -> io::Result<()> {
         let host = if title == protect.0 { "none".to_owned() } else { number(measured.slat.get("host_resolve")) };
         table.add_row([title.to_owned(), number(rest), number(engine), host]);
     }
-    writeln!(out, "{table}")
+    add_line!(out, "{table}");
 }
 
 #[cfg(test)]
@@ -411,6 +402,12 @@ mod tests {
         Measured { architecture, nr_cpus, slat, kvm: Some(kvm), kvm_words: String::new(), not_run: None }
     }
 
+    fn text(measured: &Measured) -> String {
+        let mut text = String::new();
+        print(&mut text, measured, "CPUs");
+        text
+    }
+
     #[test]
     fn each_event_has_its_system() {
         let measured = measured();
@@ -432,9 +429,7 @@ mod tests {
             assert!(System::all(architecture).contains(&System::peer(architecture)));
             let measured = Measured { architecture, kvm: Some(kvm()), ..measured() };
             assert_eq!(measured.ratio("demand_fault"), Some(ratio));
-            let mut out = Vec::new();
-            print(&mut out, &measured, "CPUs").unwrap();
-            let text = String::from_utf8(out).unwrap();
+            let text = text(&measured);
             assert!(text.contains(title) && !text.contains("TDP"), "{text}");
         }
     }
@@ -453,9 +448,7 @@ mod tests {
         let mut kvm = counts([("demand_fault_mean_tdp", 2727.0), ("demand_fault_mean_shadow", 8000.0)]);
         kvm = kvm.with(&counts([("demand_fault_mean_tdp", 2700.0)]));
         let measured = Measured { nr_cpus: 4, slat, kvm: Some(kvm), ..measured() };
-        let mut out = Vec::new();
-        print(&mut out, &measured, "CPUs").unwrap();
-        let text = String::from_utf8(out).unwrap();
+        let text = text(&measured);
         assert!(text.contains("Instructions of 4 CPUs together") && !text.contains("Log on"), "{text}");
         // The least of both runs.
         let row = text.lines().find(|line| line.starts_with("| Demand fault, mean ")).unwrap();
@@ -478,10 +471,8 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_a_dash() {
-        let mut out = Vec::new();
         let not_run = Some(NotRun { what: "KVM".to_owned(), why: "no package".to_owned() });
-        print(&mut out, &Measured { kvm: None, not_run, ..measured() }, "CPUs").unwrap();
-        let text = String::from_utf8(out).unwrap();
+        let text = text(&Measured { kvm: None, not_run, ..measured() });
         let row = text.lines().find(|line| line.starts_with("| Demand fault ")).unwrap();
         assert_eq!(row.matches(NOTHING).count(), 3, "{row}");
         assert!(text.contains("Not measured: KVM: no package."), "{text}");

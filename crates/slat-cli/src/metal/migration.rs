@@ -35,7 +35,6 @@ pub(super) fn make_channel(folder: &Path) -> io::Result<()> {
     File::create(folder.join(CHANNEL))?.set_len(CHANNEL_BYTES)
 }
 
-/// Runs both to their end.
 pub(super) fn run(plan: &Plan, machine: &Machine, session: &Session) -> Result<BothEnded, Failure> {
     let (ready, is_ready) = mpsc::channel();
     let (source, target) = thread::scope(|scope| {

@@ -53,7 +53,6 @@ use packages::Downloads;
 use parts::Parts;
 use plan::Plan;
 
-/// The options of `slat metal`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -239,8 +238,8 @@ pub(crate) fn run(args: &MetalArgs, session: &Session) -> Result<Outcome, Failur
     let linux = has_linux.then(|| parts.guest_linux()).transpose()?;
     let machine = parts.machine(emulator, linux)?;
     if plan.guest == GuestArg::Migration {
-        return figures::outcome_of_both(&plan, &machine, migration::run(&plan, &machine, session)?);
+        return Ok(figures::outcome_of_both(&plan, &machine, migration::run(&plan, &machine, session)?));
     }
     let ended = machine.run(&plan, Boot::Hypervisor, Shown::Lines, session, &|| {})?;
-    figures::outcome(&plan, &machine, &ended)
+    Ok(figures::outcome(&plan, &machine, &ended))
 }

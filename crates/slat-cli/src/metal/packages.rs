@@ -165,19 +165,10 @@ impl Cache {
         self.get(&wanted, session, find, |apt, folder| apt.unpack_with_dependencies(&bochs::PACKAGES, folder))
     }
 
-    /// The kernel of the package.
+    /// The kernel of the package, for a guest.
     pub(super) fn kernel(&self, architecture: Architecture, session: &Session) -> Result<PathBuf, Failure> {
-        let what = "there is no package of a Linux kernel".to_owned();
-        let Facts { suffix, debian, kernel_package, .. } = *architecture.facts();
-        let name = format!("kernel{suffix}");
-        let missing = format!("{what} that has one");
-        let wanted = Wanted { name, debian, what, advice: "name a kernel with --kernel" };
-        let find = |root: &Path| kernel_in(root).ok_or_else(|| missing.clone());
-        self.get(&wanted, session, find, |apt, folder| {
-            unpack_kernel(&apt, kernel_package, folder)?;
-            // The guest uses none of its modules, which are most of it.
-            remove_modules(folder).map_err(AptError::Files)
-        })
+        let wanted = ["kernel", "there is no package of a Linux kernel", "that has one", "name a kernel with --kernel"];
+        Ok(self.linux(architecture, &[], wanted, session)?.0)
     }
 
     /// The kernel of the package, with the modules that KVM consists of.
@@ -186,21 +177,35 @@ impl Cache {
         architecture: Architecture,
         session: &Session,
     ) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
-        let Facts { suffix, debian, kernel_package, kvm_modules: names, .. } = *architecture.facts();
-        if names.is_empty() {
-            return Ok((self.kernel(architecture, session)?, Vec::new()));
+        match architecture.facts().kvm_modules {
+            [] => Ok((self.kernel(architecture, session)?, Vec::new())),
+            names => {
+                let what = "there is no package of a Linux kernel with KVM";
+                self.linux(architecture, names, ["kvm", what, "as modules", "leave it out with --peer none"], session)
+            }
         }
-        let what = "there is no package of a Linux kernel with KVM".to_owned();
-        let name = format!("kvm{suffix}");
-        let missing = format!("{what} as modules");
-        let wanted = Wanted { name, debian, what, advice: "leave it out with --peer none" };
+    }
+
+    /// A kernel with those of its modules that have one of `names`. All others, which are most of the
+    /// package, are removed.
+    fn linux(
+        &self,
+        architecture: Architecture,
+        names: &[&str],
+        [folder, what, missing, advice]: [&str; 4],
+        session: &Session,
+    ) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
+        let Facts { suffix, debian, kernel_package, .. } = *architecture.facts();
+        let wanted = Wanted { name: format!("{folder}{suffix}"), debian, what: what.to_owned(), advice };
         let find = |root: &Path| {
             let modules = find_modules(&root.join("modules"), names).unwrap_or_default();
-            let kernel = kernel_in(root).filter(|_| !modules.is_empty());
-            kernel.map(|kernel| (kernel, modules)).ok_or_else(|| missing.clone())
+            let kernel = kernel_in(root).filter(|_| names.is_empty() || !modules.is_empty());
+            kernel.map(|kernel| (kernel, modules)).ok_or_else(|| format!("{what} {missing}"))
         };
         self.get(&wanted, session, find, |apt, folder| {
-            unpack_kernel(&apt, kernel_package, folder)?;
+            // The package that always names the newest one.
+            let newest = apt.dependency(kernel_package, "linux-image-")?;
+            apt.unpack(&[&newest], folder)?;
             keep_modules(folder, names).map_err(AptError::Files)
         })
     }
@@ -270,12 +275,6 @@ impl Cache {
     }
 }
 
-fn unpack_kernel(apt: &Apt<'_>, package: &str, folder: &Path) -> Result<(), AptError> {
-    // The package that always names the newest one.
-    let newest = apt.dependency(package, "linux-image-")?;
-    apt.unpack(&[&newest], folder)
-}
-
 /// The kernel that was unpacked into `root`. Debian calls it "vmlinux" on RISC-V.
 fn kernel_in(root: &Path) -> Option<PathBuf> {
     let files = fs::read_dir(root.join("boot")).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
@@ -283,11 +282,6 @@ fn kernel_in(root: &Path) -> Option<PathBuf> {
         let name = path.file_name().unwrap_or_default().as_encoded_bytes();
         name.starts_with(b"vmlinuz-") || name.starts_with(b"vmlinux-")
     })
-}
-
-/// Removes the modules of a kernel that was unpacked.
-fn remove_modules(folder: &Path) -> io::Result<()> {
-    ["lib", "usr"].into_iter().try_for_each(|part| fs::remove_dir_all(folder.join(part)).or_else(not_found))
 }
 
 /// Moves those of these names into the folder `modules`, and removes all others.
@@ -301,7 +295,7 @@ fn keep_modules(folder: &Path, names: &[&str]) -> io::Result<()> {
             }
         }
     }
-    remove_modules(folder)
+    ["lib", "usr"].into_iter().try_for_each(|part| fs::remove_dir_all(folder.join(part)).or_else(not_found))
 }
 
 /// The modules of these names in `folder` and in what is below it.

@@ -44,7 +44,6 @@ impl<'a> Parts<'a> {
         self.cache.file(&format!("kvm-counts-{}.json", self.plan.machine.name()))
     }
 
-    /// The emulator.
     pub(super) fn emulator(&self) -> Result<Emulator, Failure> {
         let emulator = match self.plan.machine {
             MachineArg::Svm | MachineArg::Arm | MachineArg::RiscV => {
@@ -61,31 +60,26 @@ impl<'a> Parts<'a> {
         Ok(emulator)
     }
 
-    /// The Linux that is the guest.
     pub(super) fn guest_linux(&self) -> Result<Linux, Failure> {
-        let architecture = self.plan.machine.architecture();
         self.begin("looking for the guest's kernel");
         let kernel = match &self.args.kernel {
             Some(path) => path.clone(),
-            None => self.cache.kernel(architecture, self.session)?,
+            None => self.cache.kernel(self.plan.machine.architecture(), self.session)?,
         };
-        self.progress.step();
-        self.begin("building the guest's first process");
-        let libraries = self.cache.libraries(architecture, self.session)?;
-        let init = self.source()?.linux_program("slat-guest-init", libraries.as_ref(), self.plan, self.session)?;
-        self.progress.step();
-        Ok(Linux { kernel, init, modules: Vec::new() })
+        self.linux(kernel, Vec::new(), "building the guest's first process", "slat-guest-init")
     }
 
-    /// The Linux that has KVM.
     pub(super) fn kvm_linux(&self) -> Result<Linux, Failure> {
-        let architecture = self.plan.machine.architecture();
         self.begin("looking for a kernel with KVM");
-        let (kernel, modules) = self.cache.kvm_kernel(architecture, self.session)?;
+        let (kernel, modules) = self.cache.kvm_kernel(self.plan.machine.architecture(), self.session)?;
+        self.linux(kernel, modules, "building the first process of the machine with KVM", "slat-kvm-init")
+    }
+
+    fn linux(&self, kernel: PathBuf, modules: Vec<PathBuf>, title: &str, init: &'static str) -> Result<Linux, Failure> {
         self.progress.step();
-        self.begin("building the first process of the machine with KVM");
-        let libraries = self.cache.libraries(architecture, self.session)?;
-        let init = self.source()?.linux_program("slat-kvm-init", libraries.as_ref(), self.plan, self.session)?;
+        self.begin(title);
+        let libraries = self.cache.libraries(self.plan.machine.architecture(), self.session)?;
+        let init = self.source()?.linux_program(init, libraries.as_ref(), self.plan, self.session)?;
         self.progress.step();
         Ok(Linux { kernel, init, modules })
     }

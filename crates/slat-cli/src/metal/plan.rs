@@ -153,7 +153,6 @@ impl Plan {
         (nr_copies * self.memory + HYPERVISOR_MEMORY) >> 20
     }
 
-    /// The nodes of the machine's memory.
     pub(super) fn nodes(&self) -> NodeMemory {
         NodeMemory::new(self.machine.architecture().facts().memory_start, self.machine_mib(), self.nr_nodes)
     }
@@ -271,23 +270,42 @@ mod tests {
     use crate::options::parse;
 
     #[track_caller]
-    fn plan(line: &str) -> Result<Plan, Failure> {
-        Plan::new(&parse::<MetalArgs>(line)?)
+    fn plan(options: &str) -> Plan {
+        Plan::new(&parse::<MetalArgs>(&format!("slat metal {options}")).unwrap()).unwrap()
     }
 
     #[test]
     fn hypervisor_and_kernel_have_their_words() {
-        let line = "slat metal --cpus 4 --seed 7 --operations 10 --memory 1G --control no-kick --append quiet";
-        let plan = plan(line).unwrap();
+        let options = "--cpus 4 --seed 7 --operations 10 --memory 1G --control no-kick --append quiet";
         let words = "guest=linux cpus=4 seed=7 operations=10 memory=1024 control=no-kick";
-        assert_eq!(plan.hypervisor_words(), words);
-        assert_eq!(plan.kernel_words(), "console=ttyS0 panic=-1 slat.seed=7 quiet");
-        assert_eq!((plan.machine_mib(), plan.nr_machine_cpus()), (2304, 5));
+        let [by_default, nodes] = ["seed=1 operations=20000 memory", "memory=256 nodes=2 walker=outside"];
+        for (options, hypervisor, kernel, machine) in [
+            (options, words.to_owned(), "ttyS0 panic=-1 slat.seed=7 quiet", (2304, 5)),
+            ("--machine arm", format!("guest=linux cpus=2 {by_default}=256"), "ttyAMA0 panic=-1 slat.seed=1", (768, 3)),
+            ("--machine riscv", format!("guest=linux cpus=2 {by_default}=256"), "ttyS0 panic=-1 slat.seed=1", (768, 3)),
+            (
+                "--machine vmx",
+                format!("guest=linux cpus=2 {by_default}=128"),
+                "ttyS0,115200 panic=-1 slat.seed=1 mitigations=off",
+                (512, 3),
+            ),
+            (
+                "--guest suite --nodes 2 --operations 5",
+                format!("guest=suite cpus=2 seed=1 operations=5 {nodes}"),
+                "ttyS0 panic=-1 slat.seed=1",
+                (768, 2),
+            ),
+        ] {
+            let plan = plan(options);
+            assert_eq!((plan.hypervisor_words(), plan.kernel_words()), (hypervisor, format!("console={kernel}")));
+            assert_eq!((plan.machine_mib(), plan.nr_machine_cpus()), machine, "{options}");
+            assert_eq!(plan.nodes().mib(), plan.machine_mib());
+        }
     }
 
     #[test]
     fn a_guest_that_migrates_has_two_machines_and_one_clock() {
-        let plan = plan("slat metal --guest migration --seed 3 --control lose-page --append quiet").unwrap();
+        let plan = plan("--guest migration --seed 3 --control lose-page --append quiet");
         let words = "cpus=2 seed=3 operations=100000 memory=256 control=lose-page";
         for machine in ["source", "target"] {
             assert_eq!(plan.words_for(machine), format!("guest={machine} {words}"));
@@ -298,36 +316,18 @@ mod tests {
     }
 
     #[test]
-    fn the_hypervisor_is_told_how_many_nodes_there_are() {
-        let plan = plan("slat metal --guest suite --nodes 2 --operations 5").unwrap();
-        assert_eq!(plan.hypervisor_words(), "guest=suite cpus=2 seed=1 operations=5 memory=256 nodes=2 walker=outside");
-        assert_eq!(plan.nodes().mib(), plan.machine_mib());
-        for line in ["--guest measure", "--guest suite --machine arm", "--guest migration"] {
-            assert!(
-                matches!(super::tests::plan(&format!("slat metal --nodes 2 {line}")), Err(Failure::Usage(_))),
-                "{line}"
-            );
-        }
-    }
-
-    #[test]
     fn instructions_are_counted_with_one_cpu_unless_more_are_asked_for() {
-        let plan_of = |options: &str| plan(&format!("slat metal --guest measure {options}")).unwrap();
-        let plan = plan_of("--append mitigations=auto");
-        assert!(plan.hypervisor_words().starts_with("guest=measure cpus=1 "));
-        assert!(plan.kvm_words().ends_with("mitigations=off mitigations=auto"));
-        let plan = plan_of("--cpus 4");
-        assert!(plan.hypervisor_words().starts_with("guest=measure cpus=4 "));
-        assert_eq!((plan.nr_machine_cpus(), plan.accelerator()), (4, "tcg,thread=single"));
-        assert_eq!(plan_of("--machine arm --cpus 1").nr_cpus, 1);
-    }
-
-    #[test]
-    fn the_kernel_with_kvm_speaks_on_the_line_of_its_machine() {
-        for (machine, serial) in [("svm", "ttyS0"), ("arm", "ttyAMA0"), ("riscv", "ttyS0")] {
-            let words =
-                plan(&format!("slat metal --machine {machine} --guest measure --peer kvm")).unwrap().kvm_words();
-            assert_eq!(words, format!("console={serial} quiet panic=-1 nokaslr mitigations=off"));
+        for (options, nr_cpus, serial, more) in [
+            ("--append mitigations=auto", 1, "ttyS0", " mitigations=auto"),
+            ("--cpus 4 --peer kvm", 4, "ttyS0", ""),
+            ("--machine arm --cpus 1", 1, "ttyAMA0", ""),
+            ("--machine riscv", 1, "ttyS0", ""),
+        ] {
+            let plan = plan(&format!("--guest measure {options}"));
+            assert!(plan.hypervisor_words().starts_with(&format!("guest=measure cpus={nr_cpus} ")));
+            assert_eq!((plan.nr_machine_cpus(), plan.accelerator()), (nr_cpus, "tcg,thread=single"));
+            let words = format!("console={serial} quiet panic=-1 nokaslr mitigations=off{more}");
+            assert_eq!(plan.kvm_words(), words);
         }
     }
 
@@ -349,24 +349,5 @@ mod tests {
                 assert!(line.ends_with(&format!(" is no {}", magic.name)), "{line}");
             }
         }
-    }
-
-    #[test]
-    fn linux_has_the_serial_line_of_its_machine() {
-        for (machine, serial) in [("svm", "ttyS0"), ("arm", "ttyAMA0"), ("riscv", "ttyS0")] {
-            let words = plan(&format!("slat metal --machine {machine}")).unwrap().kernel_words();
-            assert_eq!(words, format!("console={serial} panic=-1 slat.seed=1"));
-        }
-        let plan = plan("slat metal --machine vmx").unwrap();
-        assert_eq!(plan.kernel_words(), "console=ttyS0,115200 panic=-1 slat.seed=1 mitigations=off");
-        assert_eq!((plan.memory, plan.nr_operations), (128 << 20, 20_000));
-    }
-
-    #[test]
-    fn little_memory_is_for_the_slow_machine() {
-        assert_eq!(plan("slat metal --machine vmx --memory 128M").unwrap().machine_mib(), 512);
-        let Err(Failure::Usage(line)) = plan("slat metal --memory 128M") else { panic!("accepted") };
-        assert_eq!(line, "--memory below 256M goes with --machine vmx");
-        assert!(plan("slat metal --machine vmx --append it's").is_err());
     }
 }

@@ -14,9 +14,9 @@ use rustix::process::{Pid, Signal, kill_process_group, set_parent_process_death_
 use crate::live::lock;
 use crate::session::Session;
 
-/// A program that runs.
 pub(super) struct Running {
-    child: Child,
+    /// For its pipes.
+    pub(super) child: Child,
     /// The process group, until the program has ended.
     group: Arc<Mutex<Option<Pid>>>,
 }
@@ -42,12 +42,6 @@ impl Running {
         Ok(Running { child, group })
     }
 
-    /// The child, for its pipes.
-    pub(super) fn child(&mut self) -> &mut Child {
-        &mut self.child
-    }
-
-    /// Waits for the end.
     pub(super) fn wait(&mut self) -> io::Result<ExitStatus> {
         let status = self.child.wait()?;
         // Another process may get the number now.
@@ -68,7 +62,7 @@ impl Drop for Running {
 pub(super) fn output(command: &mut Command, session: &Session) -> io::Result<Output> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut running = Running::start(command, session)?;
-    let (stdout, stderr) = (running.child().stdout.take(), running.child().stderr.take());
+    let (stdout, stderr) = (running.child.stdout.take(), running.child.stderr.take());
     let errors = thread::spawn(move || read(stderr));
     let stdout = read(stdout)?;
     let stderr = errors.join().unwrap_or_else(|_| Ok(Vec::new()))?;

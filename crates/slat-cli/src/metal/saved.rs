@@ -17,7 +17,6 @@ use super::packages::Emulator;
 use super::plan::Plan;
 use crate::failure::Failure;
 
-/// The command that saves counts.
 const ADVICE: &str = "slat metal --guest measure counts and saves them, in minutes";
 
 /// What counts depend on.

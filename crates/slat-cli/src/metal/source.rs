@@ -20,7 +20,6 @@ const BETWEEN_FLAGS: &str = "\u{1f}";
 
 const HYPERVISOR: &str = "slat-metal";
 
-/// A program to build.
 struct Program {
     package: &'static str,
     profile: &'static str,
@@ -28,7 +27,6 @@ struct Program {
     /// Named also where it is this machine's, so that flags are for the program alone and not for
     /// what runs while building.
     target: &'static str,
-    /// Flags of the compiler.
     flags: Vec<String>,
 }
 

@@ -19,7 +19,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use rustix::io::{pread, pwrite};
-use slat::format::{CpuFeatures, Ept, Format, Npt, Stage2, Sv39x4, Sv48x4, Sv57x4};
+use slat::format::{CpuFeatures, Format, Stage2, Sv39x4, Sv48x4, Sv57x4};
 use slat::{Hpa, PAGE_SIZE, PageSize, Pfn};
 use slat_machine::hardware::walk::foreign::{Entry, ForeignMemory, Leaf, memory_file};
 use slat_machine::hardware::walk::{HardwareFormat, Marks, Memory, Processor};
@@ -169,15 +169,6 @@ pub(super) struct MachineMemory {
 /// A bit of a leaf PTE that is wrong on purpose: of the frame's number, in each format.
 const WRONG_BIT: u64 = 1 << 12;
 
-/// What is wrong on purpose.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Corrupted {
-    /// Nothing.
-    Nothing,
-    /// A bit of one leaf PTE, which follows from this number.
-    Leaf(u64),
-}
-
 impl MachineMemory {
     /// Memory that a machine has from `start` on, on these nodes.
     pub(super) fn new(start: u64, nodes: NodeMemory) -> io::Result<MachineMemory> {
@@ -192,18 +183,19 @@ impl MachineMemory {
     }
 
     /// Walks `tables`, and answers. A difference is in the answer, and so in the hypervisor's
-    /// verdict.
+    /// verdict. With `wrong_leaf` a bit of one leaf PTE, which follows from the number, is wrong on
+    /// purpose.
     ///
     /// # Errors
     /// Nothing can be compared: the hypervisor has no such memory, or the format is not known here.
-    pub(super) fn check(&self, tables: &Tables, corrupted: Corrupted) -> io::Result<Compared> {
+    pub(super) fn check(&self, tables: &Tables, wrong_leaf: Option<u64>) -> io::Result<Compared> {
         let compare = comparison(&tables.format).ok_or_else(|| {
             io::Error::new(io::ErrorKind::Unsupported, format!("no walker for the format {}", tables.format))
         })?;
         let mappings = self.read_mappings(tables)?;
         let look = || ForeignMemory::of_file(&self.file, Hpa(self.start));
         let expected = Expected { tables, mappings, nodes: &self.nodes };
-        let compared = compare(&expected, [&look()?, &look()?], corrupted);
+        let compared = compare(&expected, [&look()?, &look()?], wrong_leaf);
         let (verdict, text) = match &compared {
             Ok(_) => (RIGHT, ""),
             Err(difference) => (WRONG, difference.as_str()),
@@ -248,25 +240,22 @@ struct Expected<'t> {
 
 /// Walks all addresses of the tables, and compares them with the engine's mappings.
 /// Of the two looks at the memory the first is for what is wrong on purpose: a walk sets A and D.
-type Compare = fn(&Expected<'_>, [&ForeignMemory; 2], Corrupted) -> Result<Compared, String>;
+type Compare = fn(&Expected<'_>, [&ForeignMemory; 2], Option<u64>) -> Result<Compared, String>;
 
 /// That of the format `name`.
 fn comparison(name: &str) -> Option<Compare> {
-    let all: [(&str, Compare); 6] = [
-        (Npt::NAME, compare::<Npt>),
-        (Ept::NAME, compare::<Ept>),
-        (Stage2::NAME, compare::<Stage2>),
-        (Sv39x4::NAME, compare::<Sv39x4>),
-        (Sv48x4::NAME, compare::<Sv48x4>),
-        (Sv57x4::NAME, compare::<Sv57x4>),
-    ];
-    all.into_iter().find_map(|(known, compare)| (known == name).then_some(compare))
+    slat::for_each_format!(F => {
+        if F::NAME == name {
+            return Some(compare::<F>);
+        }
+    });
+    None
 }
 
 fn compare<F: HardwareFormat>(
     expected: &Expected<'_>,
     [first, memory]: [&ForeignMemory; 2],
-    corrupted: Corrupted,
+    wrong_leaf: Option<u64>,
 ) -> Result<Compared, String> {
     let tables = expected.tables;
     let processor = Processor {
@@ -277,7 +266,7 @@ fn compare<F: HardwareFormat>(
         marks: Marks::ByHardware,
     };
     let root = Hpa(tables.root);
-    if let Corrupted::Leaf(number) = corrupted {
+    if let Some(number) = wrong_leaf {
         let entries = first.entries::<F>(root, processor);
         let leaves: Vec<_> = entries.filter_map(|entry| entry.ok().filter(|entry| entry.leaf.is_some())).collect();
         let leaf = leaves.get(number as usize % leaves.len().max(1)).ok_or("there is no leaf PTE")?;
@@ -407,14 +396,14 @@ mod tests {
 
     /// The answer for tables with the leaf `pte`, where the engine has `mappings`: `None` if all is
     /// right.
-    fn answer(pte: u64, mappings: &[[u64; 4]], line: &str, corrupted: Corrupted) -> Option<String> {
+    fn answer(pte: u64, mappings: &[[u64; 4]], line: &str, wrong_leaf: Option<u64>) -> Option<String> {
         // Two nodes; the memory that is mapped is on the first one.
         let memory = MachineMemory::new(START, NodeMemory::new(START, 2, 2)).unwrap();
         let write = |address, word: u64| memory.write(address, &word.to_le_bytes()).unwrap();
         (0..3).for_each(|level| write(ROOT + 0x1000 * level, (ROOT + 0x1000 * (level + 1)) | 0x27));
         write(PTE, pte);
         mappings.iter().flatten().zip(0..).for_each(|(&word, index)| write(MAPPINGS + 8 * index, word));
-        let compared = memory.check(&Tables::parse(line).unwrap(), corrupted).unwrap();
+        let compared = memory.check(&Tables::parse(line).unwrap(), wrong_leaf).unwrap();
         let read = |address, nr_bytes| {
             let mut bytes = vec![0; nr_bytes];
             pread(&memory.file, &mut bytes, address - START).unwrap();
@@ -431,9 +420,7 @@ mod tests {
 
     #[test]
     fn what_both_have_is_right_and_each_difference_is_told() {
-        let exact = |pte, mappings: &[[u64; 4]]| {
-            answer(pte, mappings, &line("bits", "exact", mappings.len()), Corrupted::Nothing)
-        };
+        let exact = |pte, mappings: &[[u64; 4]]| answer(pte, mappings, &line("bits", "exact", mappings.len()), None);
         assert_eq!(exact(LEAF, &[MAPPING]), None);
         assert_eq!(exact(0, &[]), None);
         let [gpa, nr_pages, pfn, flags] = MAPPING;
@@ -459,7 +446,7 @@ mod tests {
         }
         // With a level more the leaf is a table, which is nowhere.
         let five = line("bits", "exact", 0).replace("levels=4", "levels=5").replace("gpa_bits=48", "gpa_bits=57");
-        let text = answer(LEAF, &[], &five, Corrupted::Nothing).unwrap();
+        let text = answer(LEAF, &[], &five, None).unwrap();
         assert!(text.starts_with("a walk of npt tables fails: second-stage tables lead to"), "{text}");
     }
 
@@ -470,7 +457,7 @@ mod tests {
         let mapping = |frame: u64, node: u64| [0x5000, 1, frame, 0b1_1100 | node << 24];
         let check = |frame: u64, node, tables| {
             let line = line("bits", "exact", 1).replace("tables=any", tables);
-            answer(frame << 12 | LEAF & 0xfff, &[mapping(frame, node)], &line, Corrupted::Nothing)
+            answer(frame << 12 | LEAF & 0xfff, &[mapping(frame, node)], &line, None)
         };
         for (node, frame) in (1..).zip(frames) {
             assert_eq!(check(frame, node, "tables=any"), None);
@@ -487,9 +474,8 @@ mod tests {
     #[test]
     fn what_the_engine_alone_has_may_be_missing() {
         let [gpa, nr_pages, pfn, flags] = MAPPING;
-        let check = |pte, flags, access, dirty| {
-            answer(pte, &[[gpa, nr_pages, pfn, flags]], &line(access, dirty, 1), Corrupted::Nothing)
-        };
+        let check =
+            |pte, flags, access, dirty| answer(pte, &[[gpa, nr_pages, pfn, flags]], &line(access, dirty, 1), None);
         // A page that is kept from the CPUs has neither A nor W.
         let kept = flags & !0b1100;
         assert_eq!(check(0, kept, "faults", "exact"), None);
@@ -508,7 +494,7 @@ mod tests {
             // Neither A nor D is set.
             let [gpa, nr_pages, pfn, _] = MAPPING;
             let mapping = [gpa, nr_pages, pfn, 0b100];
-            let text = answer(LEAF & !0x60, &[mapping], &line("bits", "exact", 1), Corrupted::Leaf(number)).unwrap();
+            let text = answer(LEAF & !0x60, &[mapping], &line("bits", "exact", 1), Some(number)).unwrap();
             assert!(text.contains(": the frame; "), "{text}");
         }
     }
@@ -540,10 +526,7 @@ mod tests {
             ("format=npt", "format=shadow", io::ErrorKind::Unsupported),
         ] {
             let tables = Tables::parse(&good.replace(from, to)).unwrap();
-            assert_eq!(memory.check(&tables, Corrupted::Leaf(1)).map_err(|error| error.kind()), Err(error), "{to}");
-        }
-        for name in ["npt", "ept", "stage2", "gstage-sv39x4", "gstage", "gstage-sv57x4"] {
-            assert!(comparison(name).is_some(), "{name}");
+            assert_eq!(memory.check(&tables, Some(1)).map_err(|error| error.kind()), Err(error), "{to}");
         }
     }
 }

@@ -1,7 +1,5 @@
 //! The output of `slat numa-split`, besides that of every experiment of the phases.
 
-use std::io::{self, Write};
-
 use serde_json::json;
 use slat::NodeId;
 use slat_machine::memory::numa::{Nodes, WalkReads};
@@ -17,7 +15,6 @@ use crate::table::{self, MEDIAN};
 
 type Row = PerRun<Run>;
 
-/// The figures of this experiment.
 const FIGURES: [Row; 13] = [
     Row::count("split_pages", "Huge pages split", |run| count(run, |stats| stats.splits)),
     Row::count("split_tables", "Tables of splits", |run| count(run, |stats| stats.split_tables)),
@@ -71,7 +68,7 @@ fn recover_flushes(engine: &EngineRun) -> f64 {
 }
 
 pub(super) fn new<'a>(args: &'a NumaSplitArgs, columns: &'a [Column]) -> Report<'a> {
-    let base = columns.iter().position(|column| column.labels["placement"] == "caller-node");
+    let base = columns.iter().position(|column| column.of.labels["placement"] == "caller-node");
     // The count of splits has another name here.
     let others = OTHERS.iter().filter(|other| other.name != "splits");
     Report {
@@ -88,49 +85,43 @@ fn tables_on(column: &Column, node: NodeId) -> Samples {
     column.runs.iter().filter_map(|run| run.engine.as_ref()).map(|run| tables_on(run) as f64).collect()
 }
 
-/// Prints the tables and the notes.
-pub(super) fn print(
-    out: &mut impl Write,
-    report: &Report<'_>,
-    args: &NumaSplitArgs,
-    layout: &Layout,
-) -> io::Result<()> {
-    report.print_head(out)?;
-    print_nodes(out, args, layout)?;
-    report.print_tables(out)?;
+pub(super) fn print(out: &mut String, report: &Report<'_>, args: &NumaSplitArgs, layout: &Layout) {
+    report.print_head(out);
+    print_nodes(out, args, layout);
+    report.print_tables(out);
     let mut tables = table::figures(report.header(&format!("tables after the rounds, {MEDIAN}")));
     for &node in layout.map.ids() {
         let counts = report.columns.iter().map(|column| cell(&tables_on(column, node), Unit::Count));
         tables.add_row(std::iter::once(format!("on node {}", node.0)).chain(counts));
     }
-    writeln!(out, "{tables}\n")?;
-    print_notes(out, report, args, layout)?;
-    report.print_notes(out)?;
-    writeln!(
+    add_line!(out, "{tables}\n");
+    print_notes(out, report, args, layout);
+    report.print_notes(out);
+    add_line!(
         out,
         "Published (2022, with its review), 416 vCPUs on 8 nodes, tables on the node of the huge page: dirty memory 2% to \
          35% faster than with those of the caller. It shows proportions only."
-    )
+    );
 }
 
 /// Prints the nodes of threads, memory and page tables.
-fn print_nodes(out: &mut impl Write, args: &NumaSplitArgs, layout: &Layout) -> io::Result<()> {
+fn print_nodes(out: &mut String, args: &NumaSplitArgs, layout: &Layout) {
     let numbers: Vec<String> = layout.map.ids().iter().map(|&node| node_name(layout, node)).collect();
-    writeln!(
+    add_line!(
         out,
         "nodes: {} ({}), vCPUs pinned: {}, first touch: {}, main thread: {}",
         numbers.join(" "),
         kind(layout),
         args.pinning.name(),
         args.first_touch.name(),
-        layout.main_node.map_or("pinned to a CPU".to_owned(), |node| format!("node {}", node.0)),
-    )?;
-    writeln!(
+        layout.main_node.map_or("pinned to a CPU".to_owned(), |node| format!("node {}", node.0))
+    );
+    add_line!(
         out,
         "tables: as the columns say, policy of the main thread: {} (caller-policy), lock: {}",
         policy_name(args.policy),
-        args.phases.tables.lock.name,
-    )
+        args.phases.tables.lock.name
+    );
 }
 
 fn node_name(layout: &Layout, node: NodeId) -> String {
@@ -141,38 +132,38 @@ fn kind(layout: &Layout) -> &'static str {
     if layout.nodes == Nodes::Host { "the host's" } else { "virtual" }
 }
 
-fn print_notes(out: &mut impl Write, report: &Report<'_>, args: &NumaSplitArgs, layout: &Layout) -> io::Result<()> {
+fn print_notes(out: &mut String, report: &Report<'_>, args: &NumaSplitArgs, layout: &Layout) {
     if layout.nodes != Nodes::Host {
-        writeln!(
+        add_line!(
             out,
             "The nodes are virtual, and all memory is equally fast: remote accesses are counted, and take no longer. The \
              times are the cost of the software only."
-        )?;
+        );
     }
-    writeln!(
+    add_line!(
         out,
         "Walk reads are those of the rounds of dirtying; remote: of a table on another node than the vCPU's; lowest-level \
          tables: those of leaf PTEs of 4 KiB."
-    )?;
+    );
     if args.phases.paging == PagingArg::TwoDimensional {
-        writeln!(
+        add_line!(
             out,
             "The guest's own tables are on the first node, in pages of 4 KiB: walks read the tables that map them, too."
-        )?;
+        );
     }
     match args.phases.split {
         _ if args.phases.huge_pages == HugePagesArg::MarkWhole => {}
-        SplitWhen::Eager => writeln!(
+        SplitWhen::Eager => add_line!(
             out,
             "Huge pages are split right before logging is turned on, by {} {} on the node of the main thread.",
             args.split_threads,
-            if args.split_threads == 1 { "thread" } else { "threads" },
-        )?,
-        SplitWhen::Lazy => writeln!(
+            if args.split_threads == 1 { "thread" } else { "threads" }
+        ),
+        SplitWhen::Lazy => add_line!(
             out,
             "Nothing is split ahead of time, so there is no splitting time: vCPUs split as they write, in the rounds of \
              dirtying."
-        )?,
+        ),
     }
     let runs = || report.columns.iter().flat_map(|column| &column.runs).filter_map(|run| run.engine.as_ref());
     if args.phases.huge_pages == HugePagesArg::Split && runs().all(|run| run.stats.splits == 0) {
@@ -181,12 +172,10 @@ fn print_notes(out: &mut impl Write, report: &Report<'_>, args: &NumaSplitArgs, 
         } else {
             "no vCPU wrote to a huge page"
         };
-        writeln!(out, "No huge page was split: {reason}.")?;
+        add_line!(out, "No huge page was split: {reason}.");
     }
-    Ok(())
 }
 
-/// The object of `--json`.
 pub(super) fn results(report: &Report<'_>, args: &NumaSplitArgs, layout: &Layout) -> Results {
     let nodes: Vec<u32> = layout.map.ids().iter().map(|node| node.0).collect();
     let config = json!({
@@ -204,7 +193,7 @@ pub(super) fn results(report: &Report<'_>, args: &NumaSplitArgs, layout: &Layout
     let mut results = report.results("numa-split", config);
     for column in report.columns.iter().filter(|column| !column.runs.is_empty()) {
         for &node in layout.map.ids() {
-            let mut labels = column.labels.clone();
+            let mut labels = column.of.labels.clone();
             labels.insert("node".to_owned(), node.0.into());
             let tables = tables_on(column, node);
             results.results.push(Figure::new("tables_on_node", Unit::Count, &labels, tables.iter()));

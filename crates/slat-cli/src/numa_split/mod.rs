@@ -25,9 +25,9 @@ use slat_machine::memory::numa::{FirstTouch, MAX_NODES, MemoryPolicy, NodeMap, N
 use slat_machine::vm::machine::{MachineConfig, MachineError};
 
 use crate::failure::{Failure, check_failed, ensure, no_thread};
-use crate::options::{Named, OneOrAll, OutputArgs, PagingArg, SplitWhen, except, named, one_or_all, positive};
+use crate::options::{Named, OneOrAll, OutputArgs, PagingArg, SplitWhen, except, named, names, one_or_all, positive};
 use crate::phases::PhasesArgs;
-use crate::phases::{self, Column, Roles, Run};
+use crate::phases::{self, Roles, Run};
 use crate::results::Outcome;
 use crate::session::Session;
 
@@ -37,7 +37,6 @@ const DEFAULT_NR_NODES: u32 = 8;
 /// Threads that split, at most.
 const MAX_THREADS: usize = 1024;
 
-/// The options of `slat numa-split`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -136,18 +135,11 @@ fn policy(text: &str) -> Result<MemoryPolicy, String> {
     }
 }
 
-impl Named for TablePlacement {
-    const NAMES: &'static [(TablePlacement, &'static str)] = &[
-        (TablePlacement::HugePageNode, "huge-page-node"),
-        (TablePlacement::CallerNode, "caller-node"),
-        (TablePlacement::CallerPolicy, "caller-policy"),
-    ];
-    const HELP: &'static [&'static str] = &[
-        "On the node of the memory that they map",
-        "On the node of the thread that allocates them",
-        "Where the memory policy of that thread says",
-    ];
-}
+names!(TablePlacement: HugePageNode = "huge-page-node", CallerNode = "caller-node", CallerPolicy = "caller-policy",
+       _ = "node";
+       "On the node of the memory that they map", "On the node of the thread that allocates them",
+       "Where the memory policy of that thread says");
+names!(FirstTouch: Own = "own", Other = "other", Main = "main");
 
 fn policy_name(policy: MemoryPolicy) -> String {
     match policy {
@@ -175,11 +167,6 @@ impl PinArg {
             PinArg::Off => Pinning::Off { seed: seed.wrapping_add(u64::from(run) << 32) },
         }
     }
-}
-
-impl Named for FirstTouch {
-    const NAMES: &'static [(FirstTouch, &'static str)] =
-        &[(FirstTouch::Own, "own"), (FirstTouch::Other, "other"), (FirstTouch::Main, "main")];
 }
 
 /// The nodes that the columns run on.
@@ -236,7 +223,6 @@ impl Layout {
     }
 }
 
-/// Runs the experiment.
 pub(crate) fn run(args: &NumaSplitArgs, session: &Session) -> Result<Outcome, Failure> {
     let locking = args.phases.tables.lock.values[0];
     ensure!(
@@ -254,18 +240,20 @@ pub(crate) fn run(args: &NumaSplitArgs, session: &Session) -> Result<Outcome, Fa
     let mut config = phases::machine_config(&args.phases)?;
     config.engine.locking = locking;
     config.nodes = layout.nodes.clone();
-    let placements = &args.placement.values;
-    let title = |placement: TablePlacement| Column::new("placement", placement.name(), placement.name().to_owned());
-    let columns: Vec<Column> = placements.iter().copied().map(title).collect();
-    let outcome = |columns: &[Column]| {
+    let kind = |&placement: &TablePlacement| {
+        let mut config = config.clone();
+        config.engine.table_placement = placement;
+        phases::Kind::new("placement", placement.name(), placement.name().to_owned(), Some(config))
+    };
+    let kinds = args.placement.values.iter().map(kind).collect();
+    let run = |kind: &phases::Kind, number: u32| {
+        let pinning = args.pinning.pinning(args.phases.seed, number);
+        let config = MachineConfig { pinning, ..kind.machine.clone().unwrap_or_default() };
+        run_apart(args, &config, &layout, session)
+    };
+    phases::measure(session, kinds, args.phases.runs, run, |columns| {
         let report = figures::new(args, columns);
         Outcome::new(figures::results(&report, args, &layout), |out| figures::print(out, &report, args, &layout))
-    };
-    phases::measure(session, columns, args.phases.runs, outcome, |run, which| {
-        let mut config = config.clone();
-        config.pinning = args.pinning.pinning(args.phases.seed, run);
-        config.engine.table_placement = placements[which];
-        run_apart(args, &config, &layout, session)
     })
 }
 

@@ -15,7 +15,7 @@ use slat_machine::memory::BackingKind;
 
 use crate::failure::Failure;
 use crate::live::View;
-pub(crate) use names::{Named, OneOrAll, ValueName, named, one_or_all};
+pub(crate) use names::{Named, OneOrAll, ValueName, named, names, one_or_all};
 pub(crate) use parse::{delay, duration, except, page_size, positive, size_bytes};
 pub(crate) use values::with_format;
 pub(crate) use values::{

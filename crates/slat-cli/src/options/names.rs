@@ -17,45 +17,38 @@ impl<T: ValueEnum> ValueName for T {
     }
 }
 
-/// A value of a library that has names here.
+/// A value of a library that has names here ([`names!`]).
 pub(crate) trait Named: Copy + PartialEq + Send + Sync + 'static {
-    /// The values with their names, in the order of columns.
-    const NAMES: &'static [(Self, &'static str)];
+    /// The values, in the order of columns.
+    const VALUES: &'static [Self];
     /// What each is, for the help of an option.
-    const HELP: &'static [&'static str] = &[];
+    const HELP: &'static [&'static str];
 
-    fn name(self) -> &'static str {
-        Self::NAMES.iter().find(|(value, _)| *value == self).expect("each value has a name").1
-    }
+    fn name(self) -> &'static str;
 }
 
-impl Named for Locking {
-    const NAMES: &'static [(Locking, &'static str)] =
-        &[(Locking::Exclusive, "exclusive"), (Locking::Shared, "shared"), (Locking::None, "none")];
-}
+/// Names the values of an enum, and perhaps says what each is. A value without a name is an error of
+/// the compiler, unless `_` names those that no option has.
+macro_rules! names {
+    ($type:ident: $($value:ident = $name:literal),+ $(, _ = $others:literal)? $(; $($help:literal),+)?) => {
+        impl $crate::options::Named for $type {
+            const VALUES: &'static [$type] = &[$($type::$value),+];
+            const HELP: &'static [&'static str] = &[$($($help),+)?];
 
-impl Named for AccessTracking {
-    const NAMES: &'static [(AccessTracking, &'static str)] =
-        &[(AccessTracking::AccessedBit, "accessed-bit"), (AccessTracking::Faults, "faults")];
-    const HELP: &'static [&'static str] = &["By the accessed bits of the leaves", "By faults", "Both"];
+            fn name(self) -> &'static str {
+                match self { $($type::$value => $name,)+ $(_ => $others)? }
+            }
+        }
+    };
 }
+pub(crate) use names;
 
-impl Named for DirtyTracking {
-    const NAMES: &'static [(DirtyTracking, &'static str)] = &[
-        (DirtyTracking::WriteProtect, "write-protect"),
-        (DirtyTracking::WriteProtectLeaves, "write-protect"),
-        (DirtyTracking::DirtyBit, "dirty-bit"),
-        (DirtyTracking::PageModificationLog, "pml"),
-    ];
-}
-
-impl Named for ManualProtect {
-    const NAMES: &'static [(ManualProtect, &'static str)] = &[
-        (ManualProtect::Disabled, "disabled"),
-        (ManualProtect::Enabled, "enabled"),
-        (ManualProtect::InitiallySet, "initially-set"),
-    ];
-}
+names!(Locking: Exclusive = "exclusive", Shared = "shared", None = "none");
+names!(AccessTracking: AccessedBit = "accessed-bit", Faults = "faults";
+       "By the accessed bits of the leaves", "By faults", "Both");
+names!(DirtyTracking: WriteProtect = "write-protect", WriteProtectLeaves = "write-protect",
+       DirtyBit = "dirty-bit", PageModificationLog = "pml");
+names!(ManualProtect: Disabled = "disabled", Enabled = "enabled", InitiallySet = "initially-set");
 
 /// The value of an option that names one of the values of `T`, or all of them.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -66,55 +59,20 @@ pub(crate) struct OneOrAll<T> {
     pub(crate) values: Vec<T>,
 }
 
-/// Parses a name of a value of `T`.
 pub(crate) fn named<T: Named>() -> impl TypedValueParser<Value = T> + use<T> {
     one_or_all(None).map(|one: OneOrAll<T>| one.values[0])
 }
 
 /// Parses a name of a value of `T`, or the name of all of them, if there is one.
 pub(crate) fn one_or_all<T: Named>(all: Option<&'static str>) -> impl TypedValueParser<Value = OneOrAll<T>> + use<T> {
-    let names = T::NAMES.iter().map(|(_, name)| *name).chain(all);
+    let names = T::VALUES.iter().map(|value| value.name()).chain(all);
     let helps = T::HELP.iter().copied().map(Some).chain(std::iter::repeat(None));
     let values = names.zip(helps).map(|(name, help)| match help {
         Some(help) => PossibleValue::new(name).help(help),
         None => PossibleValue::new(name),
     });
     PossibleValuesParser::new(values).map(|name| {
-        let is_one = T::NAMES.iter().any(|(_, of_one)| *of_one == name);
-        let values = T::NAMES.iter().filter(|(_, of_one)| !is_one || *of_one == name);
-        OneOrAll { values: values.map(|(value, _)| *value).collect(), name }
+        let one = T::VALUES.iter().find(|value| value.name() == name);
+        OneOrAll { values: one.map_or_else(|| T::VALUES.to_vec(), |one| vec![*one]), name }
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_value_has_its_name() {
-        // A new value is an error here, and wants a name above.
-        let locking = |locking: Locking| match locking {
-            Locking::Exclusive => "exclusive",
-            Locking::Shared => "shared",
-            Locking::None => "none",
-        };
-        let access = |tracking: AccessTracking| match tracking {
-            AccessTracking::AccessedBit => "accessed-bit",
-            AccessTracking::Faults => "faults",
-        };
-        let dirty = |tracking: DirtyTracking| match tracking {
-            DirtyTracking::WriteProtect | DirtyTracking::WriteProtectLeaves => "write-protect",
-            DirtyTracking::DirtyBit => "dirty-bit",
-            DirtyTracking::PageModificationLog => "pml",
-        };
-        let protect = |protect: ManualProtect| match protect {
-            ManualProtect::Disabled => "disabled",
-            ManualProtect::Enabled => "enabled",
-            ManualProtect::InitiallySet => "initially-set",
-        };
-        Locking::NAMES.iter().for_each(|(value, _)| assert_eq!(value.name(), locking(*value)));
-        AccessTracking::NAMES.iter().for_each(|(value, _)| assert_eq!(value.name(), access(*value)));
-        DirtyTracking::NAMES.iter().for_each(|(value, _)| assert_eq!(value.name(), dirty(*value)));
-        ManualProtect::NAMES.iter().for_each(|(value, _)| assert_eq!(value.name(), protect(*value)));
-    }
 }

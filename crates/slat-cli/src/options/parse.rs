@@ -31,7 +31,6 @@ pub(crate) fn size_bytes(text: &str) -> Result<u64, String> {
     }
 }
 
-/// A size that pages have.
 pub(crate) fn page_size(text: &str) -> Result<PageSize, String> {
     let bytes = size_bytes(text)?;
     let sizes = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];

@@ -4,7 +4,8 @@ use clap::ValueEnum;
 use slat::dirty::{DirtyTracking, HugePageLogging};
 use slat::format::Format;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, LEAVE_KVM_OUT};
+use crate::results::NotRun;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum DirtyTrackingArg {
@@ -149,6 +150,36 @@ pub(crate) enum PeerArg {
     Kvm,
     /// Never.
     None,
+}
+
+impl PeerArg {
+    /// What `new` makes of the KVM of this machine, after a test run; or why it is not measured.
+    pub(crate) fn kvm<T>(
+        self,
+        new: impl FnOnce() -> Result<T, Failure>,
+    ) -> Result<(Option<T>, Option<NotRun>), Failure> {
+        if self == PeerArg::None {
+            return Ok((None, None));
+        }
+        match new() {
+            Ok(kvm) => Ok((Some(kvm), None)),
+            Err(failure @ Failure::Check(_)) => Err(failure),
+            Err(why) if self == PeerArg::Kvm => {
+                Err(Failure::CannotServe(format!("there is no KVM to measure: {}{LEAVE_KVM_OUT}", reason(&why))))
+            }
+            Err(why) => Ok((None, Some(NotRun { what: "KVM of this machine".to_owned(), why: reason(&why) }))),
+        }
+    }
+}
+
+/// The reason alone, without its prefix and suffix.
+fn reason(failure: &Failure) -> String {
+    match failure {
+        Failure::CannotServe(why) | Failure::Usage(why) => {
+            why.trim_start_matches("KVM: ").trim_end_matches(LEAVE_KVM_OUT).to_owned()
+        }
+        other => other.to_string(),
+    }
 }
 
 /// Whether shadow paging supports tables of `format`.

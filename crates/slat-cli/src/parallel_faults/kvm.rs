@@ -21,11 +21,12 @@ use slat_machine::memory::{Backing, BackingKind};
 use slat_machine::vm::guest::{Sharing, value};
 use slat_machine::vm::machine::{MachineError, Pins};
 
+use crate::dirty_log::compare_log;
 use crate::failure::{Failure, LEAVE_KVM_OUT, check_failed, ensure};
 use crate::kvm::{KvmError, KvmFacts, KvmVm, Logging, MAX_REGION_BYTES, VmShape, facts, nearest_manual_protect};
 use crate::options::{DirtyTrackingArg, HugePagesArg, Named, PeerArg, ValueName};
 use crate::phases::PhasesArgs;
-use crate::phases::{self, Column, POPULATE_ROUND, Run, timed};
+use crate::phases::{self, Column, Kind, POPULATE_ROUND, Run, timed};
 use crate::results::{NotRun, Results};
 use vcpus::Vcpus;
 
@@ -48,38 +49,24 @@ struct Kvm {
 impl Peer {
     /// The peer that `--peer` names, after a test run.
     pub(super) fn new(args: &PhasesArgs, peer: PeerArg) -> Result<Peer, Failure> {
-        let without = |why: Option<String>| {
-            let not_run = why.map(|why| NotRun { what: "KVM of this machine".to_owned(), why });
-            Ok(Peer { kvm: None, not_run })
-        };
-        if peer == PeerArg::None {
-            return without(None);
+        if peer == PeerArg::Kvm
+            && let Some(why) = cannot(args)
+        {
+            return Err(Failure::Usage(format!("--peer kvm: {why}; --peer none leaves KVM out")));
         }
-        let is_wanted = peer == PeerArg::Kvm;
-        match (cannot(args), is_wanted) {
-            (Some(why), true) => return Err(Failure::Usage(format!("--peer kvm: {why}; --peer none leaves KVM out"))),
-            (Some(why), false) => return without(Some(why)),
-            (None, _) => {}
-        }
-        match Kvm::new(args) {
-            Ok(kvm) => Ok(Peer { kvm: Some(kvm), not_run: None }),
-            Err(failure @ Failure::Check(_)) => Err(failure),
-            Err(why) if is_wanted => {
-                Err(Failure::CannotServe(format!("there is no KVM to measure: {}{LEAVE_KVM_OUT}", reason(&why))))
-            }
-            Err(why) => without(Some(reason(&why))),
-        }
+        let (kvm, not_run) =
+            peer.kvm(|| cannot(args).map_or_else(|| Kvm::new(args), |why| Err(Failure::CannotServe(why))))?;
+        Ok(Peer { kvm, not_run })
     }
 
     /// Its column, if there is one.
-    pub(super) fn column(&self) -> Option<Column> {
+    pub(super) fn kind(&self) -> Option<Kind> {
         let kvm = self.kvm.as_ref()?;
-        let mut column = Column::new("lock", "kvm", "kvm".to_owned());
-        column.labels.insert("measured_on".to_owned(), kvm.facts.measured_on().into());
-        Some(column)
+        let mut kind = Kind::new("lock", "kvm", "kvm".to_owned(), None);
+        kind.labels.insert("measured_on".to_owned(), kvm.facts.measured_on().into());
+        Some(kind)
     }
 
-    /// A run of that column.
     pub(super) fn run(&self) -> Result<Run, Failure> {
         match &self.kvm {
             Some(kvm) => kvm.plan.run(),
@@ -87,7 +74,6 @@ impl Peer {
         }
     }
 
-    /// Notes on the figures of its `column`.
     pub(super) fn notes(&self, column: Option<&Column>) -> Vec<String> {
         let Some(kvm) = &self.kvm else {
             return self.not_run.iter().map(NotRun::to_string).collect();
@@ -137,16 +123,6 @@ fn cannot(args: &PhasesArgs) -> Option<String> {
             Some(format!("its guest has room for {} GiB in all", MAX_REGION_BYTES >> 30))
         }
         _ => None,
-    }
-}
-
-/// The reason alone, without its prefix and suffix.
-fn reason(failure: &Failure) -> String {
-    match failure {
-        Failure::CannotServe(why) | Failure::Usage(why) => {
-            why.trim_start_matches("KVM: ").trim_end_matches(LEAVE_KVM_OUT).to_owned()
-        }
-        other => other.to_string(),
     }
 }
 
@@ -302,7 +278,7 @@ impl<'a> Log<'a> {
 
     /// Compares the log with the pages that were written in `round`.
     fn check(&self, round: u64, is_written: impl Fn(u64) -> bool) -> Result<(), Failure> {
-        check_log(&self.bitmaps, self.vm.pages_per_slot(), is_written)
+        compare_log(&self.bitmaps, self.vm.pages_per_slot, is_written)
             .map_err(|wrong| check_failed(format_args!("KVM's dirty log of round {round}: {wrong}")))
     }
 
@@ -318,46 +294,9 @@ impl<'a> Log<'a> {
     }
 }
 
-/// Whether `bitmaps`, one for each `pages_per_slot` pages, have exactly the pages that were
-/// written; if not, what is wrong.
-fn check_log(bitmaps: &[Vec<u64>], pages_per_slot: u64, is_written: impl Fn(u64) -> bool) -> Result<(), String> {
-    let (mut lost, mut false_alarms, mut example) = (0_u64, 0_u64, None);
-    for (slot, bitmap) in (0..).zip(bitmaps) {
-        // Bits after the last page belong to no page.
-        for bit in 0..bitmap.len() as u64 * u64::from(u64::BITS) {
-            let page = slot * pages_per_slot + bit;
-            let reported = bitmap[(bit / 64) as usize] >> (bit % 64) & 1 == 1;
-            match (reported, bit < pages_per_slot && is_written(page)) {
-                (false, true) => lost += 1,
-                (true, false) => false_alarms += 1,
-                _ => continue,
-            }
-            example.get_or_insert(page);
-        }
-    }
-    match example {
-        None => Ok(()),
-        Some(page) => Err(format!(
-            "{lost} pages written and not reported, {false_alarms} reported and not written, for example page {page}"
-        )),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_log_is_right_only_if_it_is_exact() {
-        // Two slots of 65 pages: page 65 is the first of the second.
-        let bitmaps = [vec![1 << 3, 1], vec![1, 0]];
-        let check = |pages: &[u64]| check_log(&bitmaps, 65, |page| pages.contains(&page));
-        assert_eq!(check(&[3, 64, 65]), Ok(()));
-        assert!(check(&[3, 64, 65, 129]).is_err_and(|wrong| wrong.starts_with("1 pages written and not reported, 0 ")));
-        assert!(check(&[64, 65]).is_err_and(|wrong| wrong.ends_with("1 reported and not written, for example page 3")));
-        let behind = [vec![0, 1 << 1]];
-        assert!(check_log(&behind, 65, |_| false).is_err(), "a bit that is no page's");
-    }
 
     /// Logs and memory are checked by the run itself; without a KVM there is nothing to run.
     #[test]

@@ -4,8 +4,6 @@
 mod kvm;
 mod published;
 
-use std::io::Write;
-
 use clap::Args;
 use serde_json::json;
 use slat::baselines::Locking;
@@ -14,13 +12,12 @@ use crate::failure::Failure;
 use crate::options::{Named, OutputArgs, PEER, PagingArg, PeerArg, ValueName};
 use crate::phases::PhasesArgs;
 use crate::phases::figures::{Base, OTHERS, Report, SHADOW_OTHERS};
-use crate::phases::{self, Column, Roles};
+use crate::phases::{self, Column, Kind, Roles};
 use crate::results::Outcome;
 use crate::session::Session;
 use kvm::Peer;
 pub(crate) use published::PHASES;
 
-/// The options of `slat parallel-faults`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -36,7 +33,6 @@ pub(crate) struct ParallelFaultsArgs {
     pub(crate) output: OutputArgs,
 }
 
-/// Runs the experiment.
 pub(crate) fn run(
     ParallelFaultsArgs { phases: args, peer: wanted, .. }: &ParallelFaultsArgs,
     session: &Session,
@@ -44,12 +40,18 @@ pub(crate) fn run(
     let config = phases::machine_config(args)?;
     let peer = Peer::new(args, *wanted)?;
     let lockings = &args.tables.lock.values;
-    let column = |locking: Locking| {
-        let mut column = Column::new("lock", locking.name(), format!("lock {}", locking.name()));
-        column.labels.insert("paging".to_owned(), args.paging.name().into());
-        column
+    let kind = |&locking: &Locking| {
+        let mut config = config.clone();
+        config.engine.locking = locking;
+        let mut kind = Kind::new("lock", locking.name(), format!("lock {}", locking.name()), Some(config));
+        kind.labels.insert("paging".to_owned(), args.paging.name().into());
+        kind
     };
-    let columns: Vec<Column> = lockings.iter().copied().map(column).chain(peer.column()).collect();
+    let kinds = lockings.iter().map(kind).chain(peer.kind()).collect();
+    let run = |kind: &Kind, _| match &kind.machine {
+        Some(config) => phases::run_once(args, config, Roles::default(), session),
+        None => peer.run(),
+    };
     let is_shadow = args.paging == PagingArg::Shadow;
     let base = lockings.iter().position(|&locking| locking == Locking::Exclusive);
     let outcome = |columns: &[Column]| {
@@ -62,19 +64,12 @@ pub(crate) fn run(
         let mut results = report.results("parallel-faults", json!({ "cpus": args.cpus, "peer": wanted.name() }));
         peer.complete(&mut results);
         Outcome::new(results, |out| {
-            report.print_head(out)?;
-            report.print_tables(out)?;
-            report.print_notes(out)?;
-            peer.notes(columns.get(lockings.len())).iter().try_for_each(|line| writeln!(out, "{line}"))?;
+            report.print_head(out);
+            report.print_tables(out);
+            report.print_notes(out);
+            peer.notes(columns.get(lockings.len())).iter().for_each(|line| add_line!(out, "{line}"));
             published::print(out, args.guest.overlap, is_shadow)
         })
     };
-    phases::measure(session, columns, args.runs, outcome, |_, which| {
-        let Some(&locking) = lockings.get(which) else {
-            return peer.run();
-        };
-        let mut config = config.clone();
-        config.engine.locking = locking;
-        phases::run_once(args, &config, Roles::default(), session)
-    })
+    phases::measure(session, kinds, args.runs, run, outcome)
 }

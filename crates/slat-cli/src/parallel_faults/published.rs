@@ -2,8 +2,6 @@
 //! 2021): dirty_log_perf_test on a machine with real CPUs. They show proportions, and decide
 //! nothing.
 
-use std::io::{self, Write};
-
 use crate::quantity::{Unit, quantity, times};
 use crate::table;
 
@@ -67,9 +65,9 @@ impl Phase {
 }
 
 /// Prints the published table.
-pub(super) fn print(out: &mut impl Write, is_overlapping: bool, is_shadow: bool) -> io::Result<()> {
+pub(super) fn print(out: &mut String, is_overlapping: bool, is_shadow: bool) {
     if is_shadow {
-        return writeln!(out, "{WITHOUT_SECOND_STAGE}");
+        return add_line!(out, "{WITHOUT_SECOND_STAGE}");
     }
     let title = if is_overlapping { "published, 96 vCPUs, 6 GiB in all" } else { "published, 96 vCPUs, 3 GiB each" };
     let header = [title, "exclusive lock", "the series", "times as fast"];
@@ -80,5 +78,5 @@ pub(super) fn print(out: &mut impl Write, is_overlapping: bool, is_shadow: bool)
         let cells = seconds.into_iter().chain([times(baseline / proposed)]);
         figures.add_row(std::iter::once(phase.title.to_owned()).chain(cells));
     }
-    writeln!(out, "\n{figures}\n\nPublished figures: TDP MMU, 2021, real CPUs. They show proportions only.")
+    add_line!(out, "\n{figures}\n\nPublished figures: TDP MMU, 2021, real CPUs. They show proportions only.");
 }

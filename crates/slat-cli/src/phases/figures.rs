@@ -1,19 +1,17 @@
 //! The output of runs of the phases: the same for each experiment, but for the figures besides the
 //! phases.
 
-use std::io::{self, Write};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use slat::PAGE_SIZE;
 use slat::stats::{Histogram, Stats};
-use slat_machine::linux::topology::HostDescription;
 
 use super::{Column, EngineRun, Run, manual_protect};
 use crate::options::{HugePagesArg, Named, ValueName, dirty_tracking, protection_name};
 use crate::phases::PhasesArgs;
 use crate::quantity::{Unit, quantity};
-use crate::results::{Distribution, Figure, Host, PerRun, Results, cell, measured_on};
+use crate::results::{Distribution, Figure, Host, PerRun, Results, cell, print_host};
 use crate::statistics::Samples;
 use crate::table::{self, MEDIAN};
 
@@ -144,49 +142,50 @@ fn speeds(phase: &Phase, column: &Column, base: &Column) -> Samples {
 }
 
 /// A time as dirty_log_perf_test prints it.
-fn line(out: &mut impl Write, what: &str, time: Duration) -> io::Result<()> {
-    writeln!(out, "{what} time: {}.{:09}s", time.as_secs(), time.subsec_nanos())
+fn line(out: &mut String, what: &str, time: Duration) {
+    add_line!(out, "{what} time: {}.{:09}s", time.as_secs(), time.subsec_nanos());
 }
 
 /// One run in the lines of dirty_log_perf_test.
-fn print_run(out: &mut impl Write, index: usize, run: &Run) -> io::Result<()> {
-    writeln!(out, "Run {}", index + 1)?;
-    line(out, "Populate memory", run.populate)?;
+fn print_run(out: &mut String, index: usize, run: &Run) {
+    add_line!(out, "Run {}", index + 1);
+    line(out, "Populate memory", run.populate);
     if let Some(split) = run.split {
-        line(out, "Splitting", split)?;
+        line(out, "Splitting", split);
     }
-    line(out, "Enabling dirty logging", run.enable)?;
+    line(out, "Enabling dirty logging", run.enable);
     for (round, (dirty, get)) in run.dirty.iter().zip(&run.get).enumerate() {
-        line(out, &format!("Iteration {} dirty memory", round + 1), *dirty)?;
-        line(out, &format!("Iteration {} get dirty log", round + 1), *get)?;
+        line(out, &format!("Iteration {} dirty memory", round + 1), *dirty);
+        line(out, &format!("Iteration {} get dirty log", round + 1), *get);
         if let Some(clear) = run.clear.get(round) {
-            line(out, &format!("Iteration {} clear dirty log", round + 1), *clear)?;
+            line(out, &format!("Iteration {} clear dirty log", round + 1), *clear);
         }
     }
-    line(out, "Disabling dirty logging", run.disable)?;
-    over_iterations(out, "Get", &run.get)?;
-    if run.clear.is_empty() { Ok(()) } else { over_iterations(out, "Clear", &run.clear) }
+    line(out, "Disabling dirty logging", run.disable);
+    over_iterations(out, "Get", &run.get);
+    if !run.clear.is_empty() {
+        over_iterations(out, "Clear", &run.clear);
+    }
 }
 
 /// The sum of a phase's rounds, as dirty_log_perf_test prints it.
-fn over_iterations(out: &mut impl Write, what: &str, times: &[Duration]) -> io::Result<()> {
+fn over_iterations(out: &mut String, what: &str, times: &[Duration]) {
     let total: Duration = times.iter().sum();
     let rounds = times.len();
     let average = total / u32::try_from(rounds).unwrap_or(u32::MAX).max(1);
-    writeln!(
+    add_line!(
         out,
         "{what} dirty log over {rounds} iterations took {}.{:09}s. (Avg {}.{:09}s/iteration)",
         total.as_secs(),
         total.subsec_nanos(),
         average.as_secs(),
         average.subsec_nanos()
-    )
+    );
 }
 
 /// The column that others are compared with.
 #[derive(Clone, Copy)]
 pub(crate) struct Base {
-    /// Its number.
     pub(crate) column: usize,
     /// Its name in what is printed and, with `_` for `-`, in results.
     pub(crate) name: &'static str,
@@ -222,13 +221,12 @@ impl Report<'_> {
 
     /// The titles of a table's columns, the first being `first`.
     pub(crate) fn header(&self, first: &str) -> Vec<String> {
-        std::iter::once(first.to_owned()).chain(self.columns.iter().map(|column| column.title.clone())).collect()
+        std::iter::once(first.to_owned()).chain(self.columns.iter().map(|column| column.of.title.clone())).collect()
     }
 
-    /// Prints the configuration.
-    pub(crate) fn print_head(&self, out: &mut impl Write) -> io::Result<()> {
+    pub(crate) fn print_head(&self, out: &mut String) {
         let args = self.args;
-        writeln!(
+        add_line!(
             out,
             "{} vCPUs, {} each ({} access), slots: {}, memory: {}, tables: {}, paging: {}, rounds: {}, writes: {}%{}",
             args.guest.vcpus,
@@ -240,86 +238,79 @@ impl Report<'_> {
             args.paging.name(),
             args.iterations,
             args.write_percent,
-            if args.random_access { ", random order" } else { "" },
-        )?;
+            if args.random_access { ", random order" } else { "" }
+        );
         let tracking = dirty_tracking(args.tracking, args.protection);
-        writeln!(
+        add_line!(
             out,
             "dirty pages: {}{}, manual protect: {}, huge pages: {}{}",
             args.tracking.name(),
             protection_name(tracking).map(|name| format!(" ({name})")).unwrap_or_default(),
             manual_protect(args).name(),
             args.huge_pages.name(),
-            if args.huge_pages == HugePagesArg::Split { format!(" ({})", args.split.name()) } else { String::new() },
-        )
+            if args.huge_pages == HugePagesArg::Split { format!(" ({})", args.split.name()) } else { String::new() }
+        );
     }
 
     /// Prints the tables; with one column, before them each run.
-    pub(crate) fn print_tables(&self, out: &mut impl Write) -> io::Result<()> {
-        writeln!(out, "Test iterations: {}", self.args.iterations)?;
+    pub(crate) fn print_tables(&self, out: &mut String) {
+        add_line!(out, "Test iterations: {}", self.args.iterations);
         if let [column] = self.columns {
             for (index, run) in column.runs.iter().enumerate() {
-                print_run(out, index, run)?;
+                print_run(out, index, run);
             }
         }
-        self.print_phases(out)?;
+        self.print_phases(out);
         self.print_others(out)
     }
 
-    fn print_phases(&self, out: &mut impl Write) -> io::Result<()> {
+    fn print_phases(&self, out: &mut String) {
         let nr_runs = self.columns.iter().map(|column| column.runs.len()).max().unwrap_or(0);
         let mut phases = table::figures(self.header(&format!("{MEDIAN}, {nr_runs} runs")));
         for phase in self.phases() {
             let times = self.columns.iter().map(|column| cell(&samples(column, phase), Unit::Seconds));
             phases.add_row(std::iter::once(phase.title.to_owned()).chain(times));
         }
-        writeln!(out, "\n{phases}")?;
+        add_line!(out, "\n{phases}");
         if let Some((base, name)) = self.base() {
             let mut table = table::figures(self.header(&format!("times as fast as {name}, {MEDIAN} of paired runs")));
             for phase in self.phases() {
                 let ratios = self.columns.iter().map(|column| cell(&speeds(phase, column, base), Unit::Ratio));
                 table.add_row(std::iter::once(phase.title.to_owned()).chain(ratios));
             }
-            writeln!(out, "\n{table}")?;
+            add_line!(out, "\n{table}");
         }
-        Ok(())
     }
 
-    fn print_others(&self, out: &mut impl Write) -> io::Result<()> {
+    fn print_others(&self, out: &mut String) {
         let mut table = table::figures(self.header(&format!("{MEDIAN}, of a run")));
         let columns: Vec<&[Run]> = self.columns.iter().map(|column| &column.runs[..]).collect();
         table.add_per_run(self.others.iter().copied().chain(&QUANTILES), &columns);
-        writeln!(out, "\n{table}\n")
+        add_line!(out, "\n{table}\n");
     }
 
-    /// Prints the notes.
-    pub(crate) fn print_notes(&self, out: &mut impl Write) -> io::Result<()> {
-        let (args, host) = (self.args, HostDescription::read());
-        if let Some(run) = self.engine_runs().next() {
-            writeln!(out, "{}", measured_on(&host, run.flush_method))?;
-        }
-        if args.guest.vcpus > host.nr_cpus {
-            writeln!(out, "{} vCPUs on {} CPUs: the times measure the scheduler too.", args.guest.vcpus, host.nr_cpus)?;
-        }
+    pub(crate) fn print_notes(&self, out: &mut String) {
+        let flush_method = self.engine_runs().next().map(|run| run.flush_method);
+        print_host(out, flush_method, self.args.guest.vcpus, "the times measure the scheduler too.");
         let nr_samples: u64 = self.engine_runs().map(|run| run.stats.guest_stall_ns.count()).sum();
-        writeln!(
+        add_line!(
             out,
             "Guest stall, resolve and engine time are from a sample of the faults ({nr_samples} of them), without waits for a \
              CPU; waits for the lock are all of them, holds of it a sample, and both include waits for a CPU."
-        )?;
+        );
         let verified: u64 = self.runs().map(|run| run.nr_verified).sum();
-        write!(out, "Verified: {verified} reads found what was written")?;
-        if args.check {
-            write!(out, "; every harvest agreed with the guest's memory, stopped and running")?;
+        add!(out, "Verified: {verified} reads found what was written");
+        if self.args.check {
+            add!(out, "; every harvest agreed with the guest's memory, stopped and running");
         }
-        writeln!(out, ".")
+        add_line!(out, ".");
     }
 
     /// The object of `--json`. `more` is what else was configured.
     pub(crate) fn results(&self, experiment: &'static str, more: Value) -> Results {
         let mut results = Vec::new();
         for column in self.columns.iter().filter(|column| !column.runs.is_empty()) {
-            let labels = &column.labels;
+            let labels = &column.of.labels;
             for phase in self.phases() {
                 let times = samples(column, phase);
                 if times.is_empty() {
@@ -355,7 +346,7 @@ impl Report<'_> {
                 let buckets: Vec<(f64, u64)> =
                     over_runs(column, histogram).buckets().map(|(upper, count)| (seconds(upper), count)).collect();
                 if !buckets.is_empty() {
-                    let labels = column.labels.clone();
+                    let labels = column.of.labels.clone();
                     all.push(Distribution { name: name.to_owned(), unit: Unit::Seconds, labels, buckets });
                 }
             }

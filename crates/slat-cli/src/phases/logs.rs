@@ -31,7 +31,7 @@ pub(super) struct Logs<'m, F: HardwareFormat> {
     form: Form,
     manual_protect: ManualProtect,
     /// The log that was got, for each memslot.
-    bitmaps: Vec<Vec<u64>>,
+    pub(super) bitmaps: Vec<Vec<u64>>,
 }
 
 /// Time that it took to get and to clear.
@@ -89,11 +89,6 @@ impl<'m, F: HardwareFormat> Logs<'m, F> {
     /// Empties the bitmaps.
     pub(super) fn forget(&mut self) {
         self.bitmaps.iter_mut().for_each(|bitmap| bitmap.fill(0));
-    }
-
-    /// The log that was got, for each memslot: bit n % 64 of word n / 64 is page n.
-    pub(super) fn bitmaps(&self) -> &[Vec<u64>] {
-        &self.bitmaps
     }
 
     /// Gets the log once more, into new bitmaps.

@@ -26,13 +26,13 @@ use slat_machine::memory::numa::{FirstTouch, MemoryPolicy, WalkReads};
 use slat_machine::vm::guest::{Order, Program, Sharing};
 use slat_machine::vm::machine::{Machine, MachineConfig, MachineError, Pins, shadow_paging};
 
+use crate::columns;
 use crate::failure::{Failure, no_thread, refuse};
 use crate::options::{
     DirtyTrackingArg, HugePagesArg, PagingArg, ValueName, check_shadow_format, dirty_tracking, with_format,
 };
 use crate::results::{Labels, Outcome, labels};
 use crate::session::Session;
-use crate::turns;
 use logs::{Form, Logs};
 pub(crate) use options::PhasesArgs;
 use oracle::{Again, Besides};
@@ -67,26 +67,28 @@ pub(crate) struct EngineRun {
     pub(crate) stats: Stats,
     /// Shadow tables then.
     pub(crate) nr_shadow_tables: u64,
-    /// The reads of walks in the rounds of dirtying.
     pub(crate) dirty_reads: WalkReads,
     /// Page-table pages after the last of these rounds.
     pub(crate) tables_by_node: Vec<(NodeId, u64)>,
     pub(crate) flush_method: FlushMethod,
 }
 
-/// Runs that differ by chance alone.
-pub(crate) struct Column {
+/// What the runs of a column have.
+pub(crate) struct Kind {
     pub(crate) title: String,
     pub(crate) labels: Labels,
-    pub(crate) runs: Vec<Run>,
+    /// `None`: the runs are not the engine's.
+    pub(crate) machine: Option<MachineConfig>,
 }
 
-impl Column {
-    /// A column without runs yet, with its one label.
-    pub(crate) fn new(label: &'static str, value: &str, title: String) -> Column {
-        Column { title, labels: labels([(label, value.into())]), runs: Vec::new() }
+impl Kind {
+    /// With its one label.
+    pub(crate) fn new(label: &str, value: &str, title: String, machine: Option<MachineConfig>) -> Kind {
+        Kind { title, labels: labels([(label, value.into())]), machine }
     }
 }
+
+pub(crate) type Column = columns::Column<Kind, Run>;
 
 /// The threads' nodes and policies. By default each vCPU touches its memory first, and the rest is
 /// not set.
@@ -101,32 +103,16 @@ pub(crate) struct Roles {
     pub(crate) nr_splitters: Option<NonZeroUsize>,
 }
 
-/// Does all runs, in turns: `run` gets the numbers of the run and of the column; `outcome` makes
-/// the experiment's outcome of the columns.
+/// Does all runs, in turns; `outcome` makes the experiment's outcome of the columns.
 pub(crate) fn measure(
     session: &Session,
-    mut columns: Vec<Column>,
+    kinds: Vec<Kind>,
     nr_runs: u32,
-    outcome: impl Fn(&[Column]) -> Result<Outcome, Failure>,
-    mut run: impl FnMut(u32, usize) -> Result<Run, Failure>,
+    run: impl FnMut(&Kind, u32) -> Result<Run, Failure>,
+    outcome: impl Fn(&[Column]) -> Outcome,
 ) -> Result<Outcome, Failure> {
-    let progress = session.progress(turns::nr_runs(nr_runs, columns.len()));
-    if turns::warms_up(nr_runs) {
-        progress.begin(turns::WARM_UP.to_owned());
-        run(0, 0)?;
-        progress.step();
-    }
-    for number in 0..nr_runs {
-        for which in turns::order(number as usize, columns.len()) {
-            progress.begin(columns[which].title.clone());
-            let figures = run(number, which)?;
-            columns[which].runs.push(figures);
-            progress.step();
-            session.so_far(outcome(&columns)?);
-        }
-    }
-    drop(progress);
-    outcome(&columns)
+    let nr_columns = kinds.len();
+    columns::in_turns(session, kinds, nr_columns, nr_runs, |kind| kind.title.clone(), run, outcome)
 }
 
 /// The machine that the options name.
@@ -268,7 +254,7 @@ fn run_on<F: HardwareFormat>(
                 HugePagesArg::Split => Besides::Nothing,
                 HugePagesArg::MarkWhole => Besides::SameHugePage,
             };
-            oracle::check_stopped(&machine, logs.bitmaps(), dirty.round, besides)?;
+            oracle::check_stopped(&machine, &logs.bitmaps, dirty.round, besides)?;
             if logs.are_copied() {
                 oracle::check_again(&logs, Again::TheSame)?;
             }

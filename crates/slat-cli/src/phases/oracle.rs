@@ -101,7 +101,7 @@ pub(super) enum Again {
 pub(super) fn check_again<F: HardwareFormat>(logs: &Logs<'_, F>, again: Again) -> Result<(), Failure> {
     let found = logs.get_again()?;
     let is_right = match again {
-        Again::TheSame => found == logs.bitmaps(),
+        Again::TheSame => found == logs.bitmaps,
         Again::Nothing => found.iter().flatten().all(|&word| word == 0),
     };
     if is_right {
@@ -127,7 +127,7 @@ pub(super) fn check_running<F: HardwareFormat>(
             // Before pages are copied: the next log reports what is written from then on.
             logs.clear()?;
         }
-        for_each_page(machine, logs.bitmaps(), |page, reported| {
+        for_each_page(machine, &logs.bitmaps, |page, reported| {
             if reported == Reported::Dirty {
                 copy[page as usize] = machine.peek(page);
             }

@@ -44,7 +44,6 @@ pub(crate) struct Drawing {
     pub(crate) elements: String,
 }
 
-/// Draws a plot.
 pub(crate) fn draw(plot: &Plot) -> Result<Drawing, String> {
     match &plot.body {
         Body::Series { x, y, shape, series } => drawing(WIDTH, HEIGHT, |area| draw_series(area, x, y, *shape, series)),
@@ -98,7 +97,6 @@ struct Span {
 }
 
 impl Span {
-    /// The position of a value.
     fn place(&self, value: f64) -> f64 {
         match self.scale {
             Scale::Linear => value / self.divisor,
@@ -110,7 +108,6 @@ impl Span {
         Coordinate { places: (self.from..self.to).into(), ticks: self.ticks.clone() }
     }
 
-    /// The label of a tick.
     fn label(&self, place: f64, axis: &Axis) -> String {
         match self.scale {
             Scale::Linear => tick(place, Unit::Count),
@@ -118,7 +115,6 @@ impl Span {
         }
     }
 
-    /// The axis's title with its unit.
     fn title(&self, axis: &Axis) -> String {
         if self.unit.is_empty() { axis.title.clone() } else { format!("{} ({})", axis.title, self.unit) }
     }
@@ -394,7 +390,6 @@ fn draw_bars(area: &Area<'_>, x: &Axis, parts: &[Part], bars: &[Bar]) -> Drawn {
     Ok(())
 }
 
-/// Draws the letter of a part.
 fn letter(area: &Area<'_>, place: (i32, i32), part: &Part) -> Drawn {
     let letter = char::from(b'a' + (part.ink % 26) as u8).to_string();
     area.draw(&Text::new(letter, place, text_style(&ink::ON_PART, HPos::Center, VPos::Center)))?;

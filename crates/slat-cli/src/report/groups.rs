@@ -4,11 +4,10 @@
 //! those whose configurations agree, then those whose systems agree. Figures of two experiments are
 //! paired by name and labels.
 
-use std::collections::BTreeMap;
-
 use serde_json::Value;
 
 use super::input::Input;
+use super::{InFiles, in_files};
 use crate::results::{Better, Figure, Results};
 use crate::statistics::{Difference, difference};
 
@@ -23,12 +22,10 @@ pub(crate) struct Group<'a> {
 }
 
 impl<'a> Group<'a> {
-    /// The first result that there is.
     pub(crate) fn first(&self) -> Option<&'a Results> {
         self.results.iter().flatten().next().copied()
     }
 
-    /// Its command line.
     pub(crate) fn title(&self) -> String {
         self.first().map_or_else(|| format!("slat {}", self.experiment), |result| result.command.join(" "))
     }
@@ -166,23 +163,11 @@ impl Change<'_> {
 pub(crate) fn changes<'a>(groups: &[Group<'a>]) -> Vec<Change<'a>> {
     let mut changes = Vec::new();
     for (group, of) in groups.iter().enumerate() {
-        let mut found: Vec<Change<'a>> = Vec::new();
-        let mut places: BTreeMap<(String, &str), usize> = BTreeMap::new();
-        for (file, result) in of.results.iter().enumerate() {
-            for figure in result.map(|result| result.results.as_slice()).unwrap_or_default() {
-                let labels = serde_json::to_string(&figure.labels).unwrap_or_default();
-                let place = *places.entry((labels, &figure.name)).or_insert(found.len());
-                if place == found.len() {
-                    found.push(Change { group, figure, values: vec![None; of.results.len()], ratios: Vec::new() });
-                }
-                // Twice in one file: the first counts.
-                found[place].values[file].get_or_insert(figure);
-            }
-        }
-        for mut change in found {
-            change.ratios = ratios(&change.values);
-            if change.ratios.iter().any(Option::is_some) {
-                changes.push(change);
+        let key = |figure: &'a Figure| (serde_json::to_string(&figure.labels).unwrap_or_default(), &figure.name);
+        for InFiles { first, files } in in_files(&super::parts(&of.results, |result| &result.results), key) {
+            let ratios = ratios(&files);
+            if ratios.iter().any(Option::is_some) {
+                changes.push(Change { group, figure: first, values: files, ratios });
             }
         }
     }

@@ -22,7 +22,6 @@ const fn ink(light: u32, dark: u32) -> Ink {
     Ink { light: color(light), dark: color(dark) }
 }
 
-/// The inks of series and of parts.
 const SERIES: [Ink; 8] = [
     ink(0x0072B2, 0x56B4E9),
     ink(0xD55E00, 0xFF8A3C),
@@ -43,7 +42,6 @@ pub(crate) const GRID: Ink = ink(0xD8DCE1, 0x3A4149);
 /// How many series of one plot have different inks.
 pub(crate) const NR_SERIES: usize = SERIES.len();
 
-/// The ink of a series.
 pub(crate) fn series(index: usize) -> Ink {
     SERIES[index % NR_SERIES]
 }

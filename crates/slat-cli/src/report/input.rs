@@ -21,26 +21,19 @@ const MAX_BYTES: u64 = 64 << 20;
 /// Why a file is not a result.
 #[derive(Debug, Error)]
 pub(crate) enum InputError {
-    /// The operating system refuses to read it.
     #[error("cannot read {}: {source}; name files that --json wrote", path.display())]
     Read { path: PathBuf, source: std::io::Error },
-    /// It is empty.
     #[error("{} is empty; its command may still run, or failed: run it again with --json", path.display())]
     Empty { path: PathBuf },
-    /// Far too large.
     #[error("{} has more than {} MiB, so it is no result; name files that --json wrote", path.display(), MAX_BYTES >> 20)]
     TooLarge { path: PathBuf },
-    /// Not JSON, or not all of it.
     #[error("{} is not JSON ({source}); name files that --json wrote", path.display())]
     NotJson { path: PathBuf, source: serde_json::Error },
-    /// JSON of other software.
     #[error("{} is JSON, but no result of slat ({why}); name files that --json wrote", path.display())]
     NotAResult { path: PathBuf, why: String },
-    /// It has no figures.
     #[error("{} holds no figures{}; run its command again: {command}", path.display(),
         if *is_interrupted { ", since its command was interrupted" } else { "" })]
     NoFigures { path: PathBuf, is_interrupted: bool, command: String },
-    /// The same file twice.
     #[error("{} is there twice; name each result once", path.display())]
     Twice { path: PathBuf },
 }
@@ -56,7 +49,6 @@ pub(crate) struct Input {
 }
 
 impl Input {
-    /// The command line.
     pub(crate) fn command(&self) -> String {
         self.results.command.join(" ")
     }

@@ -18,6 +18,7 @@ mod plots;
 mod systems;
 mod tables;
 
+use std::collections::BTreeMap;
 use std::fs::{File, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -29,7 +30,6 @@ use crate::failure::Failure;
 use crate::options::OUTPUT;
 use crate::results;
 
-/// The options of `slat report`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat report before.json after.json -o report.html")]
 pub(crate) struct ReportArgs {
@@ -110,4 +110,32 @@ fn place<T>(list: &mut Vec<T>, is_it: impl FnMut(&T) -> bool, new: impl FnOnce()
         list.push(new());
         list.len() - 1
     })
+}
+
+/// What several files have, and what each has of it: twice in one file, the first counts.
+#[derive(Debug)]
+struct InFiles<'a, T> {
+    first: &'a T,
+    files: Vec<Option<&'a T>>,
+}
+
+/// The items of all files, in their order; those with the same `key` are one.
+fn in_files<'a, T, K: Ord>(files: &[&'a [T]], key: impl Fn(&'a T) -> K) -> Vec<InFiles<'a, T>> {
+    let mut found: Vec<InFiles<'a, T>> = Vec::new();
+    let mut places = BTreeMap::new();
+    for (file, items) in files.iter().enumerate() {
+        for item in *items {
+            let place = *places.entry(key(item)).or_insert(found.len());
+            if place == found.len() {
+                found.push(InFiles { first: item, files: vec![None; files.len()] });
+            }
+            found[place].files[file].get_or_insert(item);
+        }
+    }
+    found
+}
+
+/// The items in a part of what files have.
+fn parts<'a, T, P>(files: &[Option<&'a T>], of: fn(&'a T) -> &'a [P]) -> Vec<&'a [P]> {
+    files.iter().map(|file| file.map(of).unwrap_or_default()).collect()
 }

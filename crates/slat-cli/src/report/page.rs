@@ -9,11 +9,11 @@ use super::groups::{Group, groups, shown_settings, text};
 use super::input::Input;
 use super::plot::{Body, Data, Plot};
 use super::plots::{plots, shown};
-use super::{differences, ink, systems, tables};
+use super::{InFiles, differences, ink, systems, tables};
 use crate::busy::Busy;
 use crate::quantity::{Unit, extremes, quantity, spread};
 use crate::results::SOFTWARE_CPUS;
-use crate::results::compared::Claims;
+use crate::results::compared::{Claims, System};
 
 /// Rows of one table at most; the file has the others.
 const MAX_ROWS: usize = 2000;
@@ -67,9 +67,9 @@ pub(crate) fn page(inputs: &[Input]) -> Result<Page, String> {
                     @if inputs.len() > 1 { (differences::markup(&groups, inputs)) }
                     @for (place, system) in systems.iter().enumerate() {
                         section id=(anchor(place)) {
-                            h2 { (system.system) @if !system.title.is_empty() { ". " (system.title) } }
+                            h2 { (title(system.first)) }
                             (system.markup(inputs))
-                            @for experiment in of_system(Some(system.system)) { (experiment) }
+                            @for experiment in of_system(Some(&system.first.system)) { (experiment) }
                         }
                     }
                     @for (place, experiment) in (systems.len()..).zip(of_system(None)) { section id=(anchor(place)) { (experiment) } }
@@ -82,11 +82,8 @@ pub(crate) fn page(inputs: &[Input]) -> Result<Page, String> {
 
 /// The table of contents, where there is more than one section: the systems, then the experiments
 /// that are no part of one.
-fn contents(systems: &[systems::Row<'_>], groups: &[Group<'_>]) -> Markup {
-    let of_systems = systems.iter().map(|system| match system.title {
-        "" => system.system.to_owned(),
-        title => format!("{}. {title}", system.system),
-    });
+fn contents(systems: &[InFiles<'_, System>], groups: &[Group<'_>]) -> Markup {
+    let of_systems = systems.iter().map(|system| title(system.first));
     let alone = groups.iter().filter(|group| group.system.is_none());
     let titles: Vec<String> = of_systems.chain(alone.map(Group::title)).collect();
     html! {
@@ -96,6 +93,10 @@ fn contents(systems: &[systems::Row<'_>], groups: &[Group<'_>]) -> Markup {
             } }
         }
     }
+}
+
+fn title(system: &System) -> String {
+    if system.title.is_empty() { system.system.clone() } else { format!("{}. {}", system.system, system.title) }
 }
 
 /// The name of a section in addresses.
@@ -205,7 +206,6 @@ fn experiment(group: &Group<'_>, all: &[Group<'_>], figures: &[Markup], inputs: 
     }
 }
 
-/// The settings of an experiment.
 fn settings(config: &serde_json::Value) -> Markup {
     let settings: Vec<_> = shown_settings(config).collect();
     html! {

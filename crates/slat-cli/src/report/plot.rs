@@ -40,7 +40,6 @@ pub(crate) struct Series {
     pub(crate) name: String,
     /// Its color and marker, the same for all files.
     pub(crate) ink: usize,
-    /// Its dashes.
     pub(crate) dash: usize,
     /// From left to right.
     pub(crate) points: Vec<Point>,
@@ -135,7 +134,6 @@ impl Plot {
     }
 }
 
-/// The length of a bar.
 pub(crate) fn total(bar: &Bar, scale: Scale) -> f64 {
     bar.parts.iter().flatten().filter(|&&part| is_drawable(part, scale) && part > 0.0).sum()
 }

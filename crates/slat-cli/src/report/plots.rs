@@ -74,22 +74,14 @@ pub(crate) fn plots(group: &Group<'_>, inputs: &[Input]) -> Vec<Plot> {
     let figures = Figures { of: shown.iter().map(|shown| (*shown, &shown.result.results[..])).collect() };
     let mut plots = Vec::new();
     if figures.has("dirty_memory") {
-        plots.extend(figures.stack(
-            "Phases",
-            "Time of each phase; dirtying, getting and clearing are of one round.",
-            "Time",
-            &PHASES,
-        ));
-        let title = "Phases after populating";
-        plots.extend(figures.stack_from(
-            1,
-            title,
-            "The same without the phase that takes the longest.",
-            "Time",
-            &PHASES,
-        ));
+        for (left_out, title, description) in [
+            (0, "Phases", "Time of each phase; dirtying, getting and clearing are of one round."),
+            (1, "Phases after populating", "The same without the phase that takes the longest."),
+        ] {
+            plots.extend(figures.stack(left_out, title, description, "Time", &PHASES));
+        }
     } else if figures.has("mark_populated_idle") {
-        plots.extend(figures.stack("Phases", "Time of each phase.", "Time", &AGING_PHASES));
+        plots.extend(figures.stack(0, "Phases", "Time of each phase.", "Time", &AGING_PHASES));
     }
     plots.extend(figures.lines(&Lines {
         figure: "paging_rate",
@@ -135,19 +127,15 @@ pub(crate) fn plots(group: &Group<'_>, inputs: &[Input]) -> Vec<Plot> {
         ("Walks that read a leaf's table", ["local_walk_reads", "remote_walk_reads"]),
         ("Reads of tables of all levels", ["local_walk_reads_all_levels", "remote_walk_reads_all_levels"]),
     ] {
-        plots.extend(figures.stack(
-            title,
-            "Reads of tables on the reader's own node, and on others. Fewer remote ones are better.",
-            "Reads",
-            &names,
-        ));
+        let description = "Reads of tables on the reader's own node, and on others. Fewer remote ones are better.";
+        plots.extend(figures.stack(0, title, description, "Reads", &names));
     }
     for (name, title, description) in [
         ("guest_time", "Guest time", "Time that the guest took. Lower is better."),
         ("cr3_switch", "Load of CR3", "Time of one load of CR3. Lower is better."),
         ("iteration", "Iteration", "Time of one iteration. Lower is better."),
     ] {
-        plots.extend(figures.stack(title, description, "Time", &[name]));
+        plots.extend(figures.stack(0, title, description, "Time", &[name]));
     }
     plots.extend(histograms::plots(&shown));
     plots.retain(Plot::is_worth_drawing);
@@ -164,7 +152,6 @@ fn quartiles(samples: &Samples) -> Option<[f64; 2]> {
     (samples.len() > 1).then(|| samples.quartiles())
 }
 
-/// A median with its quartiles.
 fn with_quartiles(median: Option<f64>, quartiles: Option<[f64; 2]>, unit: Unit) -> String {
     match (median, quartiles) {
         (None, _) => NOTHING.to_owned(),
@@ -200,13 +187,9 @@ impl<'a> Figures<'a> {
         self.of.iter().flat_map(|(_, figures)| *figures).filter(move |figure| figure.name == name)
     }
 
-    /// Bars of which each has one part for each of `names`.
-    fn stack(&self, title: &str, description: &str, axis: &str, names: &[&str]) -> Option<Plot> {
-        self.stack_from(0, title, description, axis, names)
-    }
-
-    /// The same without the first `left_out` of `names`. A name has one ink in both.
-    fn stack_from(&self, left_out: usize, title: &str, description: &str, axis: &str, names: &[&str]) -> Option<Plot> {
+    /// Bars of which each has one part for each of `names` but the first `left_out`. A name has one
+    /// ink, whatever is left out.
+    fn stack(&self, left_out: usize, title: &str, description: &str, axis: &str, names: &[&str]) -> Option<Plot> {
         let present: Vec<&str> = names.iter().copied().skip(left_out).filter(|name| self.has(name)).collect();
         let unit = self.all(present.first()?).next()?.unit;
         let vary = varying(present.iter().flat_map(|name| self.all(name)).map(|figure| &figure.labels));
@@ -385,7 +368,6 @@ pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a Labels>) -> Vec<&'a str>
     vary
 }
 
-/// The labels `keys`, as a name.
 pub(crate) fn labels(labels: &Labels, keys: &[&str]) -> String {
     // The description of what a figure was measured on may be long, after a colon.
     let named = |(key, value): (&String, &Value)| {

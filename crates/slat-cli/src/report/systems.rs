@@ -5,80 +5,26 @@ use maud::{Markup, html};
 
 use super::input::Input;
 use super::page::{scroll, tally};
-use super::place;
+use super::{InFiles, in_files, parts};
 use crate::claims;
 use crate::quantity::{self, NOTHING, nr_runs, quantity, spread};
 use crate::results::Better;
 use crate::results::compared::{Evaluation, Published, Role, Side, System, Verdict};
 use crate::statistics::{Difference, difference};
 
-/// One system in all files.
-#[derive(Debug)]
-pub(crate) struct Row<'a> {
-    pub(crate) system: &'a str,
-    pub(crate) title: &'a str,
-    /// One for each file.
-    files: Vec<Option<&'a System>>,
+pub(crate) fn systems(inputs: &[Input]) -> Vec<InFiles<'_, System>> {
+    in_files(&inputs.iter().map(Input::systems).collect::<Vec<_>>(), |system| &system.system)
 }
 
-/// All systems, in the order of the files.
-pub(crate) fn systems(inputs: &[Input]) -> Vec<Row<'_>> {
-    let mut rows: Vec<Row<'_>> = Vec::new();
-    for (file, input) in inputs.iter().enumerate() {
-        for system in input.systems() {
-            let row = place(
-                &mut rows,
-                |row| row.system == system.system,
-                || Row { system: &system.system, title: &system.title, files: vec![None; inputs.len()] },
-            );
-            rows[row].files[file].get_or_insert(system);
-        }
-    }
-    rows
-}
-
-/// A comparison, as each file has it.
-struct Merged<'a> {
-    first: &'a Evaluation,
-    files: Vec<Option<&'a Evaluation>>,
-}
-
-impl<'a> Merged<'a> {
-    /// The sides of all files, by their names.
-    fn sides(&self) -> Vec<(&'a str, Vec<Option<&'a Side>>)> {
-        let mut sides: Vec<(&str, Vec<Option<&Side>>)> = Vec::new();
-        for (file, comparison) in self.files.iter().enumerate() {
-            for side in comparison.map(|comparison| comparison.sides.as_slice()).unwrap_or_default() {
-                let new = || (&side.name[..], vec![None; self.files.len()]);
-                let at = place(&mut sides, |(name, _)| *name == side.name, new);
-                sides[at].1[file].get_or_insert(side);
-            }
-        }
-        sides
-    }
-}
-
-impl<'a> Row<'a> {
-    fn comparisons(&self) -> Vec<Merged<'a>> {
-        let mut merged: Vec<Merged<'_>> = Vec::new();
-        for (file, system) in self.files.iter().enumerate() {
-            for comparison in system.map(|system| system.comparisons.as_slice()).unwrap_or_default() {
-                let new = || Merged { first: comparison, files: vec![None; self.files.len()] };
-                let at = place(&mut merged, |merged| merged.first.name == comparison.name, new);
-                merged[at].files[file].get_or_insert(comparison);
-            }
-        }
-        merged
-    }
-
+impl InFiles<'_, System> {
     /// The table of the system, and the list of what was not run.
     pub(crate) fn markup(&self, inputs: &[Input]) -> Markup {
-        let comparisons = self.comparisons();
+        let comparisons = in_files(&parts(&self.files, |system| &system.comparisons), |of| &of.name);
         let several = inputs.len() > 1;
         let nr_columns = 4 + inputs.len() + usize::from(several);
         html! {
             @if !comparisons.is_empty() {
-                (scroll(&format!("Comparisons of {}", self.system), html! {
+                (scroll(&format!("Comparisons of {}", self.first.system), html! {
                     table.compare {
                         thead { tr {
                             // What a narrow screen shows without scrolling comes first.
@@ -91,15 +37,15 @@ impl<'a> Row<'a> {
                             @if several { th scope="col" { "Change" } }
                             th scope="col" { "Measured on" }
                         } }
-                        @for merged in &comparisons {
+                        @for InFiles { first, files } in &comparisons {
                             tbody {
                                 tr.group { th scope="rowgroup" colspan=(nr_columns) {
-                                    (merged.first.title)
-                                    span.note { (better(merged.first)) }
-                                    @if let Some(order) = claims::order(merged.first) { span.note { " " (order) } }
+                                    (first.title)
+                                    span.note { (better(first)) }
+                                    @if let Some(order) = claims::order(first) { span.note { " " (order) } }
                                 } }
-                                (published(merged.first, inputs.len(), several))
-                                @for (name, sides) in merged.sides() { (side(name, merged.first, &sides)) }
+                                (published(first, inputs.len(), several))
+                                @for of in in_files(&parts(files, |of| &of.sides), |side| &side.name) { (side(&of.first.name, first, &of.files)) }
                             }
                         }
                     }
@@ -145,7 +91,6 @@ fn published(comparison: &Evaluation, nr_files: usize, several: bool) -> Markup 
     }
 }
 
-/// A side, as each file has it.
 fn side(name: &str, comparison: &Evaluation, files: &[Option<&Side>]) -> Markup {
     let present: Vec<&Side> = files.iter().flatten().copied().collect();
     let is_slat = present.iter().any(|side| side.role == Role::Slat);

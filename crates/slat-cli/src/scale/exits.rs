@@ -25,7 +25,6 @@ const ON: &str = "KVM memory-fault exits, 2023, 256 CPUs";
 const MEASURED: [(usize, [f64; 2]); 4] =
     [(1, [150.0, 340.0]), (16, [130.0, 1595.0]), (64, [86.0, 3482.0]), (256, [36.0, 4012.0])];
 
-/// The columns.
 const MODES: [(&str, Mode); 2] = [("userfaultfd", Mode::Userfaultfd), ("exits", Mode::UserfaultfdAndExits)];
 
 /// A run that is done: the number of its row and of its column.

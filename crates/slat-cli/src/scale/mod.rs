@@ -13,13 +13,6 @@
 //! The types of the engine here are those of `slat_costed`, which `slat_model` uses. They are not
 //! those of `slat`.
 
-/// Adds a line, of a format and its arguments, to a string.
-macro_rules! add_line {
-    ($text:expr, $($line:tt)+) => {
-        $text.push_str(&(format!($($line)+) + "\n"))
-    };
-}
-
 mod check;
 mod dirty_log;
 mod exits;
@@ -29,8 +22,6 @@ mod numa_split;
 mod parallel_faults;
 mod trace;
 mod userfault;
-
-use std::io::{self, Write};
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
@@ -45,7 +36,6 @@ use crate::session::Session;
 use machines::Machines;
 use trace::Traced;
 
-/// The options of `slat scale`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -135,7 +125,6 @@ struct System {
     run: fn(&Context<'_>) -> Result<Part, Failure>,
 }
 
-/// All systems, in the order of the output.
 const SYSTEMS: [System; 4] = [
     System { arg: SystemArg::ParallelFaults, run: parallel_faults::run },
     System { arg: SystemArg::Userfault, run: userfault::run },
@@ -194,21 +183,19 @@ impl Context<'_> {
             progress.begin(title);
             all.push(run(planned)?);
             progress.step();
-            self.so_far(part(&all))?;
+            self.so_far(part(&all));
         }
         Ok(part(&all))
     }
 
     /// Hands over what the system has so far.
-    fn so_far(&self, part: Part) -> Result<(), Failure> {
+    fn so_far(&self, part: Part) {
         let mut parts = self.done.to_vec();
         parts.push((self.system, part));
-        self.session.so_far(outcome(self.args, self.machines, &parts)?);
-        Ok(())
+        self.session.so_far(outcome(self.args, self.machines, &parts));
     }
 }
 
-/// Runs the models.
 pub(crate) fn run(args: &ScaleArgs, session: &Session) -> Result<Outcome, Failure> {
     let parameters = match &args.parameters {
         Some(file) => Parameters::from_file(file),
@@ -225,43 +212,42 @@ pub(crate) fn run(args: &ScaleArgs, session: &Session) -> Result<Outcome, Failur
         let part = (system.run)(&context)?;
         done.push((system.arg, part));
     }
-    outcome(args, &machines, &done)
+    Ok(outcome(args, &machines, &done))
 }
 
-fn outcome(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -> Result<Outcome, Failure> {
+fn outcome(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -> Outcome {
     Outcome::new(results(args, machines, parts), |out| print(out, args, parts))
 }
 
-fn print(out: &mut impl Write, args: &ScaleArgs, parts: &[(SystemArg, Part)]) -> io::Result<()> {
-    writeln!(
+fn print(out: &mut String, args: &ScaleArgs, parts: &[(SystemArg, Part)]) {
+    add_line!(
         out,
         "Modelled machines, at most {} for each vCPU, parameters: {}, seed {}",
         quantity(args.bytes as f64, Unit::Bytes),
         args.parameters.as_deref().unwrap_or("built-in"),
         args.seed
-    )?;
+    );
     for (system, part) in parts {
-        writeln!(out, "\n## {}\n\n{}", system.name(), part.text.trim_end())?;
+        add_line!(out, "\n## {}\n\n{}", system.name(), part.text.trim_end());
     }
     if args.trace {
-        writeln!(out, "\n## Traces")?;
-        parts.iter().flat_map(|(_, part)| &part.runs).try_for_each(|run| run.print(out))?;
+        add_line!(out, "\n## Traces");
+        parts.iter().flat_map(|(_, part)| &part.runs).for_each(|run| run.print(out));
     }
-    writeln!(
+    add_line!(
         out,
         "\nTimes are virtual: the engine's source runs on a model of the CPUs' caches, of the host and of the\n\
          guest. Two runs of one command line are the same."
-    )
+    );
 }
 
-/// The object of `--json`.
 fn results(args: &ScaleArgs, machines: &Machines, parts: &[(SystemArg, Part)]) -> Results {
     let parts_of = |(system, part): &(SystemArg, Part)| {
         part.runs.iter().map(|run| run.json(&system.name(), args.trace)).collect::<Vec<_>>()
     };
     let config = json!({
         "system": args.system.name(),
-        "cpus": machines.cpus(),
+        "cpus": machines.cpus,
         "topology": machines.topology_name(),
         "parameters": args.parameters.as_deref().unwrap_or("built-in"),
         "bytes": args.bytes,
@@ -282,7 +268,6 @@ fn host() -> Host {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::parse;
 
     #[test]
     fn each_system_has_a_value_and_a_function() {
@@ -298,15 +283,6 @@ mod tests {
         let help = topology.get_long_help().unwrap().to_string();
         for name in slat_model::topology::Topology::names() {
             assert!(help.contains(name), "{name}: {help}");
-        }
-    }
-
-    #[test]
-    fn rounds_are_iterations() {
-        let args: ScaleArgs = parse("slat scale --rounds 3 --cpus 4,2 -b 64K").unwrap();
-        assert_eq!((args.iterations, &args.cpus[..], args.bytes, args.seed), (3, &[4, 2][..], 65536, Seed(1)));
-        for bad in ["--rounds 0", "--cpus 0", "--cpus 1,x", "--cpus -1", "--bytes 5000", "--system shadow"] {
-            assert!(parse::<ScaleArgs>(&format!("slat scale {bad}")).is_err(), "{bad}");
         }
     }
 }

@@ -6,49 +6,18 @@ use slat_model::experiment::numa_split::{Placement, Splitters};
 use slat_model::experiment::phases::{Around, Lock, Sharing};
 use slat_model::machine::LockKind;
 
-use crate::options::Named;
+use crate::options::names;
 use crate::quantity;
 
-impl Named for Hypervisor {
-    const NAMES: &'static [(Hypervisor, &'static str)] = &[(Hypervisor::Kvm, "kvm"), (Hypervisor::Slat, "slat")];
-}
-
-impl Named for Lock {
-    const NAMES: &'static [(Lock, &'static str)] =
-        &[(Lock::None, "none"), (Lock::Shared, "shared"), (Lock::Exclusive, "exclusive")];
-}
-
-impl Named for LockKind {
-    const NAMES: &'static [(LockKind, &'static str)] =
-        &[(LockKind::Spinning, "spinning"), (LockKind::Sleeping, "sleeping")];
-}
-
-impl Named for Operation {
-    const NAMES: &'static [(Operation, &'static str)] = &[
-        (Operation::Nothing, "nothing"),
-        (Operation::Harvest, "harvest"),
-        (Operation::InvalidatePage, "invalidate-page"),
-        (Operation::InvalidateUnused, "invalidate-unused"),
-    ];
-}
-
-impl Named for Sharing {
-    const NAMES: &'static [(Sharing, &'static str)] =
-        &[(Sharing::Partitioned, "partitioned"), (Sharing::Overlapping, "overlapping")];
-}
-
-impl Named for Around {
-    const NAMES: &'static [(Around, &'static str)] = &[(Around::Host, "host"), (Around::Nothing, "engine")];
-}
-
-impl Named for Placement {
-    const NAMES: &'static [(Placement, &'static str)] =
-        &[(Placement::Caller, "caller-node"), (Placement::HugePage, "huge-page-node")];
-}
-
-impl Named for Splitters {
-    const NAMES: &'static [(Splitters, &'static str)] = &[(Splitters::One, "one"), (Splitters::PerNode, "per-node")];
-}
+names!(Hypervisor: Kvm = "kvm", Slat = "slat");
+names!(Lock: None = "none", Shared = "shared", Exclusive = "exclusive");
+names!(LockKind: Spinning = "spinning", Sleeping = "sleeping");
+names!(Operation: Nothing = "nothing", Harvest = "harvest", InvalidatePage = "invalidate-page",
+       InvalidateUnused = "invalidate-unused");
+names!(Sharing: Partitioned = "partitioned", Overlapping = "overlapping");
+names!(Around: Host = "host", Nothing = "engine");
+names!(Placement: Caller = "caller-node", HugePage = "huge-page-node");
+names!(Splitters: One = "one", PerNode = "per-node");
 
 /// By how much a prediction is above what was published, with its sign.
 pub(super) fn error_of(predicted: f64, published: f64) -> String {

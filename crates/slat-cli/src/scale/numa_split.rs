@@ -12,7 +12,6 @@ use crate::quantity::{NOTHING, Unit, digits, or_nothing, quantity};
 use crate::results::{Figure, Labels, labels};
 use crate::table::{self, PUBLISHED};
 
-/// The published machine.
 const TOPOLOGY: &str = "8x52";
 const NR_VCPUS: usize = 416;
 
@@ -96,7 +95,6 @@ impl Case {
     }
 }
 
-/// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
     let topology = Topology::named(TOPOLOGY)?;
     let planned = CASES.into_iter().map(|case| (case.title(), case));

@@ -1,7 +1,5 @@
 //! The runs of the model: their trace hashes, and what cost most in them.
 
-use std::io::{self, Write};
-
 use serde_json::{Value, json};
 use slat_model::machine::{Hot, Report};
 use slat_model::topology::Topology;
@@ -50,10 +48,9 @@ impl Traced {
         Traced { title, labels, topology: topology.name().to_owned(), report: report.clone() }
     }
 
-    /// Prints the trace.
-    pub(super) fn print(&self, out: &mut impl Write) -> io::Result<()> {
+    pub(super) fn print(&self, out: &mut String) {
         let Report { trace_hash, nr_accesses, end_ns, hot_lines, hot_places } = &self.report;
-        writeln!(
+        add_line!(
             out,
             "\n{}, on {}: trace hash {trace_hash:#018x}, {} accesses, {} of virtual time\n\n{}\n\n{}",
             self.title,
@@ -62,7 +59,7 @@ impl Traced {
             quantity(*end_ns as f64 / 1e9, Unit::Seconds),
             hot_table(HOT_LINES, hot_lines),
             hot_table("place in the source", hot_places)
-        )
+        );
     }
 
     /// The run in the settings of the experiment, with what cost most if `is_full`.
@@ -109,9 +106,8 @@ mod tests {
             topology: "16 CPUs, 1 node".to_owned(),
             report,
         };
-        let mut text = Vec::new();
-        run.print(&mut text).unwrap();
-        let text = String::from_utf8(text).unwrap();
+        let mut text = String::new();
+        run.print(&mut text);
         for what in
             ["lock none, on 16 CPUs, 1 node", "0x00000000000000ab", "2.00 ms", "vm/mod.rs:7", "120 ns", "480 ns"]
         {

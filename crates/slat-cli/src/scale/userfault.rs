@@ -151,7 +151,6 @@ fn group_title(group: &Group) -> String {
     format!("{}, {}", group.backing, group.uffds.describe())
 }
 
-/// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
     let planned = cases().filter_map(|case| Some((case.title(), (case, model_mode(case.mode)?))));
     let first = context.measure(planned, |(case, mode)| case.run(context, mode), |all| part(context, all))?;

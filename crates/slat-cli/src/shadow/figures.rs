@@ -1,18 +1,15 @@
 //! The output of `slat shadow`.
 
-use std::io::{self, Write};
-
 use serde_json::json;
 use slat::shadow::ShadowStrategy;
 use slat_machine::guest_os::{Isolation, KernelCounters, Pcids};
-use slat_machine::linux::topology::HostDescription;
 
 use super::run::Run;
 use super::switch::{self, Switch};
 use super::{Column, ShadowArgs, build, model, vcpus};
 use crate::options::Named;
 use crate::quantity::{Unit, quantity};
-use crate::results::{Figure, Host, PerRun, Results, cell, labels, measured_on};
+use crate::results::{Figure, Host, PerRun, Results, cell, labels, print_host};
 use crate::statistics::Samples;
 use crate::table::{self, MEDIAN};
 
@@ -86,23 +83,16 @@ impl Column {
     }
 }
 
-/// The columns by number of vCPUs.
 fn by_vcpus<'a, 'b>(columns: &'a [&'b Column]) -> impl Iterator<Item = &'a [&'b Column]> {
-    columns.chunk_by(|one, next| one.nr_vcpus == next.nr_vcpus && one.strategy != next.strategy)
+    columns.chunk_by(|one, next| one.of.nr_vcpus == next.of.nr_vcpus && one.of.strategy != next.of.strategy)
 }
 
 fn baseline<'a>(columns: &[&'a Column]) -> Option<&'a Column> {
-    columns.iter().copied().find(|column| column.strategy == ShadowStrategy::Baseline)
+    columns.iter().copied().find(|column| column.of.strategy == ShadowStrategy::Baseline)
 }
 
-/// Prints the tables and the notes.
-pub(super) fn print(
-    out: &mut impl Write,
-    args: &ShadowArgs,
-    columns: &[&Column],
-    switches: &[Switch],
-) -> io::Result<()> {
-    writeln!(
+pub(super) fn print(out: &mut String, args: &ShadowArgs, columns: &[&Column], switches: &[Switch]) {
+    add_line!(
         out,
         "A kernel build in a mini guest kernel, page-table isolation {}, PCIDs {}, the host's {}: {} steps, 1/{:.0} of a build of \
          {}.\n",
@@ -112,20 +102,20 @@ pub(super) fn print(
         args.steps,
         build::NR_STEPS as f64 / args.steps as f64,
         build::NAME
-    )?;
-    print_rates(out, columns)?;
+    );
+    print_rates(out, columns);
     for columns in by_vcpus(columns) {
-        print_columns(out, args, columns)?;
+        print_columns(out, args, columns);
     }
-    print_switches(out, args, switches)?;
+    print_switches(out, args, switches);
     print_notes(out, args, columns)
 }
 
 /// The rates of the build and of this run.
-fn print_rates(out: &mut impl Write, columns: &[&Column]) -> io::Result<()> {
+fn print_rates(out: &mut String, columns: &[&Column]) {
     let firsts: Vec<&Column> = by_vcpus(columns).filter_map(|columns| columns.first().copied()).collect();
     let header = ["In 1000 steps".to_owned(), "the build".to_owned()].into_iter();
-    let mut figures = table::figures(header.chain(firsts.iter().map(|column| vcpus(column.nr_vcpus))));
+    let mut figures = table::figures(header.chain(firsts.iter().map(|column| vcpus(column.of.nr_vcpus))));
     for ((name, counted), done) in build::COUNTED.into_iter().zip(DONE) {
         let of_build = counted as f64 / build::NR_STEPS as f64;
         let of_run = |column: &&Column| {
@@ -134,13 +124,13 @@ fn print_rates(out: &mut impl Write, columns: &[&Column]) -> io::Result<()> {
         let rates = std::iter::once(of_build).chain(firsts.iter().map(of_run));
         figures.add_row(std::iter::once(name.to_owned()).chain(rates.map(|rate| format!("{:.2}", rate * 1e3))));
     }
-    writeln!(out, "{figures}\n")
+    add_line!(out, "{figures}\n");
 }
 
-fn print_columns(out: &mut impl Write, args: &ShadowArgs, columns: &[&Column]) -> io::Result<()> {
+fn print_columns(out: &mut String, args: &ShadowArgs, columns: &[&Column]) {
     let title = |nr_vcpus| format!("{}, {MEDIAN} of {} runs", vcpus(nr_vcpus), args.runs);
-    let names = columns.iter().map(|column| column.strategy.name().to_owned());
-    let first = columns.iter().take(1).map(|column| title(column.nr_vcpus));
+    let names = columns.iter().map(|column| column.of.strategy.name().to_owned());
+    let first = columns.iter().take(1).map(|column| title(column.of.nr_vcpus));
     let mut figures = table::figures(first.chain(names));
     let mut add = |title: &str, show: &dyn Fn(&Column) -> String| {
         figures.add_row(std::iter::once(title.to_owned()).chain(columns.iter().copied().map(show)));
@@ -154,15 +144,15 @@ fn print_columns(out: &mut impl Write, args: &ShadowArgs, columns: &[&Column]) -
     }
     let runs: Vec<&[Run]> = columns.iter().map(|column| &column.runs[..]).collect();
     figures.add_per_run(&ROWS, &runs);
-    writeln!(out, "{figures}")?;
-    let published = columns.first().and_then(|column| model::published(column.nr_vcpus));
+    add_line!(out, "{figures}");
+    let published = columns.first().and_then(|column| model::published(column.of.nr_vcpus));
     if let (Some(gain), Some(_), Isolation::On) = (published, baseline(columns), args.isolation) {
-        writeln!(out, "Published for the series of 2018, a kernel compiled with isolation on: {gain} times as fast.")?;
+        add_line!(out, "Published for the series of 2018, a kernel compiled with isolation on: {gain} times as fast.");
     }
-    writeln!(out)
+    add_line!(out, "")
 }
 
-fn print_switches(out: &mut impl Write, args: &ShadowArgs, switches: &[Switch]) -> io::Result<()> {
+fn print_switches(out: &mut String, args: &ShadowArgs, switches: &[Switch]) {
     let title = match args.pcid {
         Pcids::On => "CR3 load with bit 63, and entry, by batch",
         Pcids::Off => "CR3 load, which flushes, and entry, by batch",
@@ -177,35 +167,29 @@ fn print_switches(out: &mut impl Write, args: &ShadowArgs, switches: &[Switch]) 
         ];
         figures.add_row(cells);
     }
-    writeln!(out, "{figures}\n")
+    add_line!(out, "{figures}\n");
 }
 
-fn print_notes(out: &mut impl Write, args: &ShadowArgs, columns: &[&Column]) -> io::Result<()> {
-    writeln!(
+fn print_notes(out: &mut String, args: &ShadowArgs, columns: &[&Column]) {
+    add_line!(
         out,
         "Guest time is modelled: work of program and kernel ({:.1} µs a step, of the build), time in the engine (measured), and exits \
          ({} ns each, those for flushes by other CPUs included); of the slowest vCPU, without TLB misses.",
         build::MIX.user_work_ns as f64 * 1e-3,
         args.exit_cost_ns()
-    )?;
-    let host = HostDescription::read();
+    );
     let runs = || columns.iter().flat_map(|column| &column.runs);
-    if let Some(run) = runs().next() {
-        writeln!(out, "{}", measured_on(&host, run.flush_method))?;
-    }
-    let most = columns.iter().map(|column| usize::from(column.nr_vcpus)).max().unwrap_or(0);
-    if most > host.nr_cpus {
-        writeln!(
-            out,
-            "{most} vCPUs on {} CPUs: a vCPU without a CPU delays the vCPUs that wait for it; time without a CPU is subtracted.",
-            host.nr_cpus
-        )?;
-    }
+    let most = columns.iter().map(|column| usize::from(column.of.nr_vcpus)).max().unwrap_or(0);
+    print_host(
+        out,
+        runs().next().map(|run| run.flush_method),
+        most,
+        "a vCPU without a CPU delays the vCPUs that wait for it; time without a CPU is subtracted.",
+    );
     let nr_checked: u64 = runs().map(|run| run.guest(|guest| guest.user_accesses + guest.kernel_accesses)).sum();
-    writeln!(out, "Verified: {nr_checked} accesses of the guest had the result that its page tables define.")
+    add_line!(out, "Verified: {nr_checked} accesses of the guest had the result that its page tables define.");
 }
 
-/// The object of `--json`.
 pub(super) fn results(args: &ShadowArgs, columns: &[&Column], switches: &[Switch]) -> Results {
     let labels = |strategy: ShadowStrategy, nr_vcpus: u16| {
         labels([
@@ -219,7 +203,7 @@ pub(super) fn results(args: &ShadowArgs, columns: &[&Column], switches: &[Switch
     let mut results = Vec::new();
     for columns in by_vcpus(columns) {
         for column in columns {
-            let labels = labels(column.strategy, column.nr_vcpus);
+            let labels = labels(column.of.strategy, column.of.nr_vcpus);
             let mut of_model = labels.clone();
             of_model.insert("time".to_owned(), "modelled".into());
             for (factor, suffix, _) in EXIT_COSTS {

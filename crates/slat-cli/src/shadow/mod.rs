@@ -6,9 +6,8 @@
 //! shadow pages then. The mini guest kernel checks every access. Its work is that of a build that
 //! was counted ([`build`]); [`model`] has the parts of its time.
 //!
-//! Strategies run interleaved, in an order that is drawn anew for each run. Figures are medians,
-//! gains those of paired runs. With one vCPU all strategies run exactly the same guest. Any number
-//! of vCPUs divides the same work.
+//! The runs of the strategies take turns. Figures are medians, gains those of paired runs. With one
+//! vCPU all strategies run exactly the same guest. Any number of vCPUs divides the same work.
 //!
 //! Separately, [`switch`] measures the switch alone: loads of CR3 among roots that the vCPU caches,
 //! in a tight loop, with bit 63 where there are PCIDs.
@@ -24,24 +23,19 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::RangedI64ValueParser;
-use rand::rngs::SmallRng;
-use rand::seq::SliceRandom;
-use rand::{RngExt, SeedableRng};
 use slat::shadow::{ShadowPaging, ShadowStrategy};
 use slat_machine::guest_os::{Isolation, Pcids, WorkloadMix};
 
+use crate::columns::{self, in_turns};
 use crate::failure::{Failure, ensure};
-use crate::options::{Named, OneOrAll, OutputArgs, RUNS, SEED, delay, named, one_or_all, positive};
+use crate::options::{Named, OneOrAll, OutputArgs, RUNS, SEED, delay, named, names, one_or_all, positive};
 use crate::results::Outcome;
 use crate::session::Session;
-use crate::turns;
 use run::Run;
-use switch::Switch;
 
 /// Most vCPUs of the mini guest kernel.
 const MAX_VCPUS: u16 = 128;
 
-/// The options of `slat shadow`.
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true, after_help = "Example: slat shadow -v 4 --steps 10000 --pcid off")]
 pub(crate) struct ShadowArgs {
@@ -133,42 +127,27 @@ fn nr_vcpus(text: &str) -> Result<u16, String> {
     }
 }
 
-impl Named for Isolation {
-    const NAMES: &'static [(Isolation, &'static str)] = &[(Isolation::On, "on"), (Isolation::Off, "off")];
-}
+names!(Isolation: On = "on", Off = "off");
+names!(Pcids: On = "on", Off = "off");
+names!(ShadowStrategy: Baseline = "baseline", RootCache = "root-cache", RootsByPcid = "roots-by-pcid",
+       PcidTagged = "pcid-tagged";
+       "KVM until 2018: under one lock, each load finds its root anew, synchronizes it, and flushes",
+       "Each vCPU caches its last roots; tables serve all PCIDs",
+       "As root-cache, with a root for each PCID, by which INVPCID finds it",
+       "As root-cache, with tables for each PCID, and deferred flushes of other PCIDs");
 
-impl Named for Pcids {
-    const NAMES: &'static [(Pcids, &'static str)] = &[(Pcids::On, "on"), (Pcids::Off, "off")];
-}
-
-impl Named for ShadowStrategy {
-    const NAMES: &'static [(ShadowStrategy, &'static str)] = &[
-        (ShadowStrategy::Baseline, "baseline"),
-        (ShadowStrategy::RootCache, "root-cache"),
-        (ShadowStrategy::RootsByPcid, "roots-by-pcid"),
-        (ShadowStrategy::PcidTagged, "pcid-tagged"),
-    ];
-    const HELP: &'static [&'static str] = &[
-        "KVM until 2018: under one lock, each load finds its root anew, synchronizes it, and flushes",
-        "Each vCPU caches its last roots; tables serve all PCIDs",
-        "As root-cache, with a root for each PCID, by which INVPCID finds it",
-        "As root-cache, with tables for each PCID, and deferred flushes of other PCIDs",
-    ];
-}
-
-/// A number of vCPUs in words.
 pub(crate) fn vcpus(nr_vcpus: u16) -> String {
     format!("{nr_vcpus} vCPU{}", if nr_vcpus == 1 { "" } else { "s" })
 }
 
-/// A strategy with some number of vCPUs, and its runs.
-struct Column {
+/// What the runs of a column have.
+struct Guest {
     strategy: ShadowStrategy,
     nr_vcpus: u16,
-    runs: Vec<Run>,
 }
 
-/// Runs the experiment.
+type Column = columns::Column<Guest, Run>;
+
 pub(crate) fn run(args: &ShadowArgs, session: &Session) -> Result<Outcome, Failure> {
     let most_vcpus = args.vcpus.iter().copied().max().unwrap_or(1);
     ensure!(
@@ -177,41 +156,24 @@ pub(crate) fn run(args: &ShadowArgs, session: &Session) -> Result<Outcome, Failu
         "{} steps for {most_vcpus} vCPUs; choose more steps, or fewer vCPUs",
         args.steps
     );
-    let clock_ns = timed::clock_ns();
-    let mut rng = SmallRng::seed_from_u64(args.seed);
-    let mut columns: Vec<Column> = Vec::new();
-    let outcome = |columns: &[Column], switches: &[Switch]| {
-        let columns: Vec<&Column> = columns.iter().filter(|column| !column.runs.is_empty()).collect();
-        let results = figures::results(args, &columns, switches);
-        Outcome::new(results, |out| figures::print(out, args, &columns, switches))
-    };
-    let strategies = &args.strategy.values;
-    let nr_runs = args.vcpus.len() as u64 * turns::nr_runs(args.runs, strategies.len());
-    let progress = session.progress(nr_runs + 1);
-    for &nr_vcpus in &args.vcpus {
-        let new = |&strategy| Column { strategy, nr_vcpus, runs: Vec::new() };
-        let first = columns.len();
-        columns.extend(strategies.iter().map(new));
-        if turns::warms_up(args.runs) {
-            progress.begin(turns::WARM_UP.to_owned());
-            run::run(args, strategies[0], nr_vcpus, args.seed, clock_ns, session)?;
-            progress.step();
-        }
-        for _ in 0..args.runs {
-            let seed = rng.random();
-            let mut order: Vec<usize> = (first..columns.len()).collect();
-            order.shuffle(&mut rng);
-            for index in order {
-                let column = &mut columns[index];
-                progress.begin(format!("{}, {}", vcpus(nr_vcpus), column.strategy.name()));
-                column.runs.push(run::run(args, column.strategy, nr_vcpus, seed, clock_ns, session)?);
-                progress.step();
-                session.so_far(outcome(&columns, &[])?);
-            }
-        }
-    }
+    let progress = session.progress(1);
     progress.begin("the switch itself".to_owned());
-    let switches: Vec<Switch> = switch::measure(args)?;
+    let switches = switch::measure(args)?;
     drop(progress);
-    outcome(&columns, &switches)
+    let clock_ns = timed::clock_ns();
+    let strategies = &args.strategy.values;
+    let of_vcpus = |&nr_vcpus| strategies.iter().map(move |&strategy| Guest { strategy, nr_vcpus });
+    let all: Vec<Guest> = args.vcpus.iter().flat_map(of_vcpus).collect();
+    let title = |guest: &Guest| format!("{}, {}", vcpus(guest.nr_vcpus), guest.strategy.name());
+    // All strategies run the same guest, and each run has another.
+    let run = |guest: &Guest, number: u32| {
+        let seed = args.seed ^ u64::from(number).rotate_left(32);
+        run::run(args, guest.strategy, guest.nr_vcpus, seed, clock_ns, session)
+    };
+    let outcome = |columns: &[Column]| {
+        let columns: Vec<&Column> = columns.iter().filter(|column| !column.runs.is_empty()).collect();
+        let results = figures::results(args, &columns, &switches);
+        Outcome::new(results, |out| figures::print(out, args, &columns, &switches))
+    };
+    in_turns(session, all, strategies.len(), args.runs, title, run, outcome)
 }

@@ -63,9 +63,4 @@ mod tests {
         assert!((parts.time_s(0.0) - 1.5).abs() < 1e-9);
         assert_eq!(Parts::default().time_s(600.0), 0.0);
     }
-
-    #[test]
-    fn published_gains_are_for_their_numbers_of_vcpus() {
-        assert_eq!([1, 2, 4].map(published), [Some(1.69), None, Some(3.42)]);
-    }
 }

@@ -68,14 +68,12 @@ impl ShadowMachine {
 type TimedVcpu = Timed<Vcpu<MachineHost, Npt>>;
 type GuestKernel = KernelCpu<ShadowCpu<TimedVcpu>>;
 
-/// Counts and times of one vCPU.
 pub(super) struct VcpuRun {
     pub(super) parts: Parts,
     pub(super) cpu: ShadowCpuCounters,
     pub(super) kernel: guest_os::KernelCounters,
 }
 
-/// Counts and times of a run.
 pub(super) struct Run {
     pub(super) vcpus: Vec<VcpuRun>,
     before: Stats,
@@ -175,7 +173,6 @@ pub(super) fn run(
 
 const NOTHING: WorkloadMix = WorkloadMix { system_calls: 0, ..WorkloadMix::SYSTEM_CALLS };
 
-/// A vCPU's part of the steps.
 fn steps_of(nr_steps: u64, nr_vcpus: u16, vcpu: u16) -> u64 {
     let edge = |vcpu: u16| u128::from(nr_steps) * u128::from(vcpu) / u128::from(nr_vcpus);
     (edge(vcpu + 1) - edge(vcpu)) as u64

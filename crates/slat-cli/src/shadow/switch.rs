@@ -43,25 +43,20 @@ const ENTRY_BITS: u64 = 0x67;
 
 /// CR0.PE, WP and PG.
 const CR0: u64 = 1 << 0 | 1 << 16 | 1 << 31;
-/// CR4.PAE.
 const CR4_PAE: u64 = 1 << 5;
-/// CR4.PCIDE.
 const CR4_PCIDE: u64 = 1 << 17;
 /// IA32_EFER.LME and NXE.
 const EFER: u64 = 1 << 8 | 1 << 11;
 /// CR3, bit 63: keep cached translations.
 const CR3_KEEP: u64 = 1 << 63;
 
-/// The times of loads.
 pub(super) struct Switch {
     pub(super) strategy: ShadowStrategy,
-    /// Different roots.
     pub(super) nr_roots: usize,
     /// Seconds for a load and an entry, by batch.
     pub(super) times: Samples,
 }
 
-/// A vCPU with its roots.
 struct Bench {
     machine: ShadowMachine,
     vcpu: Vcpu<MachineHost, Npt>,

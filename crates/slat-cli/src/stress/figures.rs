@@ -1,7 +1,5 @@
 //! What `slat stress` prints and writes.
 
-use std::io::{self, Write};
-
 use serde_json::json;
 use slat_machine::linux::topology::HostDescription;
 
@@ -13,16 +11,14 @@ use crate::quantity::{Unit, quantity};
 use crate::results::{Figure, Host, Labels, Results};
 use crate::table;
 
-/// Combinations that had a turn.
 fn nr_combinations(args: &StressArgs, turns: &Turns) -> usize {
     combinations(args).len().min(turns.plans.len())
 }
 
-/// Prints the table.
-pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) -> io::Result<()> {
+pub(super) fn print(out: &mut String, args: &StressArgs, summary: &Summary) {
     let host = HostDescription::read();
     let turns = lock(&summary.turns);
-    writeln!(
+    add_line!(
         out,
         "Stress of {} vCPUs on {} CPUs for {:.1} s, seed {}: {} turns, {} combinations of lock, format and tracking.",
         args.vcpus,
@@ -30,11 +26,11 @@ pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) 
         summary.begin.elapsed().as_secs_f64(),
         args.seed,
         turns.plans.len(),
-        nr_combinations(args, &turns),
-    )?;
+        nr_combinations(args, &turns)
+    );
     if args.verbose {
         for plan in &turns.plans {
-            writeln!(out, "{plan}")?;
+            add_line!(out, "{plan}");
         }
     }
     for (part, title) in [(Part::Done, "done"), (Part::Verified, "verified"), (Part::Engine, "engine")] {
@@ -42,15 +38,14 @@ pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) 
         for (figure, _, _, title) in FIGURES.iter().filter(|figure| figure.1 == part) {
             table.add_row([(*title).to_owned(), quantity(summary.tally.get(*figure) as f64, Unit::Count)]);
         }
-        writeln!(out, "\n{table}")?;
+        add_line!(out, "\n{table}");
     }
     if let Some(method) = turns.flush_method {
-        writeln!(out, "\nTLB flush: {method}.")?;
+        add_line!(out, "\nTLB flush: {method}.");
     }
-    writeln!(out, "Verified: all checks passed.")
+    add_line!(out, "Verified: all checks passed.");
 }
 
-/// The object of `--json`.
 pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
     let turns = lock(&summary.turns);
     let figure = |name: &str, value: f64, unit| Figure::new(name, unit, &Labels::new(), [value]).with_better(None);

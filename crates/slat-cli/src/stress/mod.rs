@@ -103,7 +103,6 @@ struct Plan {
 }
 
 impl Plan {
-    /// The generator of thread `thread`.
     fn rng(&self, thread: u64) -> SmallRng {
         // The generator mixes its seed well; this only has to differ for all threads of all turns.
         SmallRng::seed_from_u64(self.seed ^ self.number.rotate_left(32) ^ thread.rotate_left(48))
@@ -143,7 +142,6 @@ struct Summary {
 
 #[derive(Default)]
 struct Turns {
-    /// The plan of each turn.
     plans: Vec<String>,
     flush_method: Option<FlushMethod>,
 }
@@ -168,12 +166,12 @@ pub(crate) fn run(args: &StressArgs, session: &Session) -> Result<Outcome, Failu
     thread::Builder::new().name("turns".to_owned()).spawn(turns).map_err(|error| no_thread(&error))?;
     loop {
         match receiver.recv_timeout(WATCH_PERIOD) {
-            Ok(result) => return result.and_then(|()| outcome()),
+            Ok(result) => return result.map(|()| outcome()),
             Err(RecvTimeoutError::Timeout) => {
                 watch
                     .look(Instant::now())
                     .map_err(|stuck| check_failed(format_args!("{stuck}, seed {}", args.seed)))?;
-                session.so_far(outcome()?);
+                session.so_far(outcome());
             }
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(check_failed(format_args!("the thread of the turns panicked, seed {}", args.seed)));

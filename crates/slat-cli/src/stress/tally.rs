@@ -2,6 +2,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use slat::stats::Stats;
+use slat_machine::memory::EventCounts;
+
 /// The part of the table with the figure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Part {
@@ -13,8 +16,9 @@ pub(super) enum Part {
     Engine,
 }
 
+/// A figure may end with where a machine has counted it.
 macro_rules! figures {
-    ($($variant:ident $part:ident $name:literal $title:literal;)*) => {
+    ($counts:ident $stats:ident; $($variant:ident $part:ident $name:literal $title:literal $(= $from:ident.$field:ident)?;)*) => {
         /// What is counted.
         #[derive(Clone, Copy, PartialEq, Eq, Debug)]
         pub(super) enum Figure { $($variant),* }
@@ -26,18 +30,26 @@ macro_rules! figures {
         /// The counters.
         #[derive(Debug)]
         pub(super) struct Tally([AtomicU64; [$(Figure::$variant),*].len()]);
+
+        impl Tally {
+            /// Adds what a machine has counted itself.
+            pub(super) fn add_machine(&self, $counts: &EventCounts, $stats: &Stats) {
+                $($(self.add(Figure::$variant, $from.$field);)?)*
+            }
+        }
     };
 }
 
 figures! {
-    Discarded Done "pages_discarded" "Pages discarded";
-    Moved Done "pages_moved" "Pages moved to another frame";
-    Protected Done "pages_protected" "Pages write-protected";
-    CopiedOnWrite Done "pages_copied_on_write" "  then copied on write";
-    Unprotected Done "pages_unprotected" "  then written by their last user";
-    SwappedOut Done "pages_swapped_out" "Pages saved and swapped out";
-    DroppedClean Done "pages_dropped_clean" "Pages swapped out clean, not saved again";
-    SwappedIn Done "pages_swapped_in" "Pages swapped in";
+    counts stats;
+    Discarded Done "pages_discarded" "Pages discarded" = counts.nr_discarded;
+    Moved Done "pages_moved" "Pages moved to another frame" = counts.nr_moved;
+    Protected Done "pages_protected" "Pages write-protected" = counts.nr_protected;
+    CopiedOnWrite Done "pages_copied_on_write" "  then copied on write" = counts.nr_copied_on_write;
+    Unprotected Done "pages_unprotected" "  then written by their last user" = counts.nr_unprotected;
+    SwappedOut Done "pages_swapped_out" "Pages saved and swapped out" = counts.nr_swapped_out;
+    DroppedClean Done "pages_dropped_clean" "Pages swapped out clean, not saved again" = counts.nr_dropped_clean;
+    SwappedIn Done "pages_swapped_in" "Pages swapped in" = counts.nr_swapped_in;
     Invalidated Done "invalidations_without_change" "Invalidations without change";
     SlotsCreated Done "slots_created" "Slots created";
     SlotsMoved Done "slots_moved" "Slots moved";
@@ -55,22 +67,22 @@ figures! {
     Reads Verified "reads_verified" "Reads of the guests";
     SlotReads Verified "reads_beside_verified" "Reads in slots that come and go";
     Exits Verified "exits_verified" "Accesses that had to exit, and did";
-    PoisonIntact Verified "poison_intact" "Freed frames without a write";
-    Snapshots Verified "snapshots_verified" "Write-protected frames without a write";
+    PoisonIntact Verified "poison_intact" "Freed frames without a write" = counts.nr_poison_intact;
+    Snapshots Verified "snapshots_verified" "Write-protected frames without a write" = counts.nr_snapshots_verified;
     Migrated Verified "pages_migrated" "Pages of migrated slots equal to memory";
     HarvestsExact Verified "harvests_exact" "Harvests that named exactly what was written";
     AgingsExact Verified "agings_exact" "Agings that counted exactly what was used";
     FrameUses Verified "frame_accounts_zero" "Machines whose frames were all released";
     Accesses Engine "accesses" "Accesses of the guests";
-    Faults Engine "faults" "Faults";
-    Spurious Engine "spurious" "  of them spurious";
-    Retries Engine "retries" "Retries";
-    Flushes Engine "flushes" "Flushes";
-    DirectoryProtected Engine "tables_protected" "Directory entries write-protected";
-    Splits Engine "splits" "Huge pages split";
-    Recoveries Engine "recoveries" "Huge pages recovered";
-    Zapped Engine "zapped" "PTEs zapped";
-    LockWaits Engine "lock_waits" "Waits for the lock";
+    Faults Engine "faults" "Faults" = stats.faults;
+    Spurious Engine "spurious" "  of them spurious" = stats.spurious;
+    Retries Engine "retries" "Retries" = stats.retries;
+    Flushes Engine "flushes" "Flushes" = stats.flushes;
+    DirectoryProtected Engine "tables_protected" "Directory entries write-protected" = stats.tables_protected;
+    Splits Engine "splits" "Huge pages split" = stats.splits;
+    Recoveries Engine "recoveries" "Huge pages recovered" = stats.recoveries;
+    Zapped Engine "zapped" "PTEs zapped" = stats.zapped;
+    LockWaits Engine "lock_waits" "Waits for the lock" = stats.lock_waits;
 }
 
 impl Default for Tally {

@@ -232,34 +232,6 @@ fn conclude<F: HardwareFormat>(world: &World<F>, round: u64, main: &Beat) -> Res
     pages.check_free_frames().map_err(check_failed)?;
     tally.add(Figure::FrameUses, 1);
 
-    let counts = pages.counts();
-    for (figure, count) in [
-        (Figure::Discarded, counts.nr_discarded),
-        (Figure::Moved, counts.nr_moved),
-        (Figure::Protected, counts.nr_protected),
-        (Figure::CopiedOnWrite, counts.nr_copied_on_write),
-        (Figure::Unprotected, counts.nr_unprotected),
-        (Figure::SwappedOut, counts.nr_swapped_out),
-        (Figure::DroppedClean, counts.nr_dropped_clean),
-        (Figure::SwappedIn, counts.nr_swapped_in),
-        (Figure::Snapshots, counts.nr_snapshots_verified),
-        (Figure::PoisonIntact, counts.nr_poison_intact),
-    ] {
-        tally.add(figure, count);
-    }
-    let stats = machine.vm().stats();
-    for (figure, count) in [
-        (Figure::Faults, stats.faults),
-        (Figure::Spurious, stats.spurious),
-        (Figure::Retries, stats.retries),
-        (Figure::Flushes, stats.flushes),
-        (Figure::DirectoryProtected, stats.tables_protected),
-        (Figure::Splits, stats.splits),
-        (Figure::Recoveries, stats.recoveries),
-        (Figure::Zapped, stats.zapped),
-        (Figure::LockWaits, stats.lock_waits),
-    ] {
-        tally.add(figure, count);
-    }
+    tally.add_machine(&pages.counts(), &machine.vm().stats());
     Ok(())
 }

@@ -75,7 +75,6 @@ impl Watch {
     }
 }
 
-/// The counter of `beat`.
 pub(super) fn counter_of(beat: &Beat) -> Counter {
     let beat = beat.clone();
     Arc::new(move || beat.0.load(Ordering::Relaxed))

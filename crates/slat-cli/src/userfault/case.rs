@@ -79,7 +79,6 @@ impl Uffds {
 pub(super) struct Case {
     pub(super) mode: Mode,
     pub(super) nr_vcpus: usize,
-    /// Memory for each vCPU.
     pub(super) bytes_per_vcpu: u64,
     pub(super) backing: PagedBacking,
     pub(super) uffds: Uffds,
@@ -88,6 +87,11 @@ pub(super) struct Case {
 }
 
 impl Case {
+    /// Its name in the progress.
+    pub(super) fn title(&self) -> String {
+        format!("{} vCPUs, {}, {}, {}", self.nr_vcpus, self.backing, self.uffds.describe(), self.mode)
+    }
+
     /// The labels that identify it in results.
     pub(super) fn labels(&self) -> Labels {
         labels([

@@ -1,9 +1,6 @@
 //! The output: the lines of KVM's test, tables with the published figures, JSON.
 
-use std::io::{self, Write};
-
 use serde_json::json;
-use slat_machine::linux::topology::HostDescription;
 
 use super::case::{Case, Mode};
 use super::options::{DeliveryArg, UserfaultArgs};
@@ -11,7 +8,7 @@ use super::published::{self, Group};
 use super::run::{Measured, Run};
 use crate::options::ValueName;
 use crate::quantity::{Unit, or_nothing, quantity};
-use crate::results::{Figure, Host, PerRun, PublishedFigure, Results, cell, measured_on};
+use crate::results::{Figure, Host, PerRun, PublishedFigure, Results, cell, print_host};
 use crate::statistics::Samples;
 use crate::table::{self, MEDIAN};
 
@@ -85,17 +82,17 @@ impl Report<'_> {
         let is_same = move |other: &Case| {
             (other.nr_vcpus, other.backing, other.uffds) == (case.nr_vcpus, case.backing, case.uffds)
         };
-        self.measured.iter().copied().filter(move |measured| is_same(&measured.case))
+        self.measured.iter().copied().filter(move |measured| is_same(&measured.of))
     }
 
     /// The runs without userfault, otherwise as `case`.
     fn none(&self, case: &Case) -> Option<&Measured> {
-        self.same_setup(case).find(|measured| measured.case.mode == Mode::None)
+        self.same_setup(case).find(|measured| measured.of.mode == Mode::None)
     }
 
     /// The fastest mode of userfaultfd alone, otherwise as `case`.
     fn best_userfaultfd(&self, case: &Case) -> Option<&Measured> {
-        let alone = self.same_setup(case).filter(|measured| measured.case.mode.is_userfaultfd_alone());
+        let alone = self.same_setup(case).filter(|measured| measured.of.mode.is_userfaultfd_alone());
         alone.max_by(|a, b| rate(a).total_cmp(&rate(b)))
     }
 
@@ -105,27 +102,27 @@ impl Report<'_> {
         Some((platform, self.args.groups()))
     }
 
-    pub(super) fn print(&self, out: &mut impl Write) -> io::Result<()> {
-        self.print_head(out)?;
+    pub(super) fn print(&self, out: &mut String) {
+        self.print_head(out);
         if let [measured] = self.measured {
-            self.print_one(out, measured)?;
+            self.print_one(out, measured);
         } else {
-            self.print_groups(out)?;
+            self.print_groups(out);
         }
         self.print_notes(out)
     }
 
-    fn print_head(&self, out: &mut impl Write) -> io::Result<()> {
+    fn print_head(&self, out: &mut String) {
         let args = self.args;
         let sizes: Vec<String> = args
             .nr_vcpus()
             .iter()
-            .filter_map(|&nr_vcpus| self.measured.iter().find(|measured| measured.case.nr_vcpus == nr_vcpus))
+            .filter_map(|&nr_vcpus| self.measured.iter().find(|measured| measured.of.nr_vcpus == nr_vcpus))
             .map(|one| {
-                format!("{} vCPUs, {} each", one.case.nr_vcpus, quantity(one.case.bytes_per_vcpu as f64, Unit::Bytes))
+                format!("{} vCPUs, {} each", one.of.nr_vcpus, quantity(one.of.bytes_per_vcpu as f64, Unit::Bytes))
             })
             .collect();
-        writeln!(
+        add_line!(
             out,
             "{} ({} access), tables: {}, source: {}{}{}, runs: {}",
             sizes.join("; "),
@@ -134,57 +131,55 @@ impl Report<'_> {
             args.source.name(),
             if args.copier { " and a copier" } else { "" },
             if args.delay.is_zero() { String::new() } else { format!(", {:?} for each page", args.delay) },
-            args.nr_runs(),
-        )?;
+            args.nr_runs()
+        );
         if let [one] = self.measured {
-            let case = &one.case;
-            write!(out, "mode: {}, memory: {}", case.mode, case.backing)?;
+            let case = &one.of;
+            add!(out, "mode: {}, memory: {}", case.mode, case.backing);
             if case.mode.has_userfaultfd() {
-                write!(out, ", userfaultfd: {}, {} for each", case.uffds.describe(), readers(case.nr_readers))?;
+                add!(out, ", userfaultfd: {}, {} for each", case.uffds.describe(), readers(case.nr_readers));
             }
             if case.mode == Mode::Ring {
-                write!(out, ", resolver: a {}", args.resolver.name())?;
+                add!(out, ", resolver: a {}", args.resolver.name());
             }
-            writeln!(out)?;
+            add_line!(out, "");
         }
-        Ok(())
     }
 
     /// One case: each run in the lines of demand_paging_test, then all figures.
-    fn print_one(&self, out: &mut impl Write, measured: &Measured) -> io::Result<()> {
+    fn print_one(&self, out: &mut String, measured: &Measured) {
         for (index, run) in measured.runs.iter().enumerate() {
             if measured.runs.len() > 1 {
-                writeln!(out, "Run {}", index + 1)?;
+                add_line!(out, "Run {}", index + 1);
             }
             let time = run.total_time;
-            writeln!(out, "Finished creating vCPUs and starting uffd threads")?;
-            writeln!(out, "Started all vCPUs")?;
-            writeln!(out, "All vCPU threads joined")?;
-            writeln!(out, "Total guest execution time:\t{}.{:09}s", time.as_secs(), time.subsec_nanos())?;
-            writeln!(out, "Per-vcpu demand paging rate:\t{:.6} pgs/sec/vcpu", run.paging_rate)?;
-            writeln!(out, "Overall demand paging rate:\t{:.6} pgs/sec", overall_rate(run))?;
+            add_line!(out, "Finished creating vCPUs and starting uffd threads");
+            add_line!(out, "Started all vCPUs");
+            add_line!(out, "All vCPU threads joined");
+            add_line!(out, "Total guest execution time:\t{}.{:09}s", time.as_secs(), time.subsec_nanos());
+            add_line!(out, "Per-vcpu demand paging rate:\t{:.6} pgs/sec/vcpu", run.paging_rate);
+            add_line!(out, "Overall demand paging rate:\t{:.6} pgs/sec", overall_rate(run));
         }
         let mut table = table::figures([format!("of {} runs", measured.runs.len()), MEDIAN.to_owned()]);
         let has = |quantity: &&PerRun<Run>| !quantity.samples(&measured.runs).is_empty();
         table.add_per_run(QUANTITIES.iter().filter(has), &[&measured.runs]);
-        writeln!(out, "\n{table}\n")
+        add_line!(out, "\n{table}\n");
     }
 
     /// For each kind of memory and of descriptors its tables.
-    fn print_groups(&self, out: &mut impl Write) -> io::Result<()> {
+    fn print_groups(&self, out: &mut String) {
         let mut done: Vec<&Case> = Vec::new();
-        for first in self.measured.iter().map(|measured| &measured.case) {
+        for first in self.measured.iter().map(|measured| &measured.of) {
             if done.iter().any(|case| (case.backing, case.uffds) == (first.backing, first.uffds)) {
                 continue;
             }
             done.push(first);
-            self.print_group(out, first)?;
+            self.print_group(out, first);
         }
-        Ok(())
     }
 
-    fn print_group(&self, out: &mut impl Write, first: &Case) -> io::Result<()> {
-        writeln!(out, "\n{} memory, {}", first.backing, first.uffds.describe())?;
+    fn print_group(&self, out: &mut String, first: &Case) {
+        add_line!(out, "\n{} memory, {}", first.backing, first.uffds.describe());
         let with_published = |what: &str, unit, figure: &dyn Fn(&Measured) -> Option<Samples>, published| {
             let published = Published { value: published, unit };
             self.table(first, what, Some(published), &|measured| Some(cell(&figure(measured)?, unit)))
@@ -192,28 +187,27 @@ impl Report<'_> {
         let title = format!("pages a second for each vCPU, {MEDIAN} of {} runs", self.args.nr_runs());
         let rates =
             with_published(&title, Unit::PerSecond, &|measured| Some(RATE.samples(&measured.runs)), Group::rate);
-        writeln!(out, "\n{rates}")?;
-        let of_none = |measured: &Measured| Some(ratios(measured, self.none(&measured.case)?));
-        if self.measured.iter().any(|measured| self.none(&measured.case).is_some()) {
+        add_line!(out, "\n{rates}");
+        let of_none = |measured: &Measured| Some(ratios(measured, self.none(&measured.of)?));
+        if self.measured.iter().any(|measured| self.none(&measured.of).is_some()) {
             let shares = with_published("times the rate of none", Unit::Ratio, &of_none, |group, mode, nr_vcpus| {
                 Some(group.rate(mode, nr_vcpus)? / group.rate(Mode::None, nr_vcpus)?)
             });
-            writeln!(out, "\n{shares}")?;
+            add_line!(out, "\n{shares}");
         }
-        let of_best = |measured: &Measured| Some(ratios(measured, self.best_userfaultfd(&measured.case)?));
-        if self.measured.iter().any(|measured| self.best_userfaultfd(&measured.case).is_some()) {
+        let of_best = |measured: &Measured| Some(ratios(measured, self.best_userfaultfd(&measured.of)?));
+        if self.measured.iter().any(|measured| self.best_userfaultfd(&measured.of).is_some()) {
             let title = "times the best rate of userfaultfd alone";
             let leads = with_published(title, Unit::Ratio, &of_best, |group, mode, nr_vcpus| {
                 Some(group.rate(mode, nr_vcpus)? / group.best_userfaultfd(nr_vcpus)?)
             });
-            writeln!(out, "\n{leads}")?;
+            add_line!(out, "\n{leads}");
         }
         for quantity in [&TOTAL_TIME, &LATENCY_P50, &LATENCY_P99] {
             let title = format!("{}, {MEDIAN}", quantity.title.to_lowercase());
             let table = self.table(first, &title, None, &|measured| Some(quantity.cell(&measured.runs)));
-            writeln!(out, "\n{table}")?;
+            add_line!(out, "\n{table}");
         }
-        Ok(())
     }
 
     /// A table of the modes of a group by the numbers of vCPUs. After each column there is one of
@@ -240,7 +234,7 @@ impl Report<'_> {
             }
         }
         let mut modes: Vec<Mode> = Vec::new();
-        for case in self.measured.iter().map(|measured| &measured.case).filter(|case| in_group(case)) {
+        for case in self.measured.iter().map(|measured| &measured.of).filter(|case| in_group(case)) {
             if !modes.contains(&case.mode) {
                 modes.push(case.mode);
             }
@@ -250,7 +244,7 @@ impl Report<'_> {
             let mut cells = vec![mode.name()];
             for &nr_vcpus in &columns {
                 let is_it = |case: &Case| in_group(case) && case.mode == mode && case.nr_vcpus == nr_vcpus;
-                let found = self.measured.iter().copied().find(|measured| is_it(&measured.case));
+                let found = self.measured.iter().copied().find(|measured| is_it(&measured.of));
                 cells.push(or_nothing(found.and_then(cell)));
                 if let Some((group, published)) = group.as_ref().filter(|_| has_published(nr_vcpus)) {
                     let value = (published.value)(group, mode, nr_vcpus);
@@ -262,78 +256,71 @@ impl Report<'_> {
         table
     }
 
-    fn print_notes(&self, out: &mut impl Write) -> io::Result<()> {
-        let host = HostDescription::read();
-        writeln!(out)?;
-        if let Some(run) = self.runs().next() {
-            writeln!(out, "{}", measured_on(&host, run.flush_method))?;
-        }
-        let most = self.measured.iter().map(|measured| measured.case.nr_vcpus).max().unwrap_or(0);
-        if most > host.nr_cpus {
-            writeln!(out, "{most} vCPUs on {} CPUs: the rates and times measure the scheduler too.", host.nr_cpus)?;
-        }
+    fn print_notes(&self, out: &mut String) {
+        add_line!(out, "");
+        let most = self.measured.iter().map(|measured| measured.of.nr_vcpus).max().unwrap_or(0);
+        let flush_method = self.runs().next().map(|run| run.flush_method);
+        print_host(out, flush_method, most, "the rates and times measure the scheduler too.");
         if let Some((platform, _)) = self.published() {
-            writeln!(
+            add_line!(
                 out,
                 "Published figures: KVM Userfault, version 1 (December 2024), {platform}, 96 CPUs, real ones, 64 MiB for each \
                  vCPU. They show proportions only."
-            )?;
-            writeln!(
+            );
+            add_line!(
                 out,
                 "The pages of shmem memory are in the file beforehand, and so cost no allocation in any row."
-            )?;
+            );
         }
         for remark in self.remarks {
-            writeln!(out, "{remark}")?;
+            add_line!(out, "{remark}");
         }
         let verified: u64 = self.runs().map(|run| run.nr_verified).sum();
-        let has = |mode| self.measured.iter().any(|measured| measured.case.mode == mode);
-        let is_all_there = self.measured.iter().all(|measured| measured.case.mode == Mode::None);
-        write!(out, "Verified: {verified} pages held ")?;
-        write!(out, "{}", if is_all_there { "what vCPUs wrote, and zeros" } else { "what their source has" })?;
+        let has = |mode| self.measured.iter().any(|measured| measured.of.mode == mode);
+        let is_all_there = self.measured.iter().all(|measured| measured.of.mode == Mode::None);
+        add!(out, "Verified: {verified} pages held ");
+        add!(out, "{}", if is_all_there { "what vCPUs wrote, and zeros" } else { "what their source has" });
         if has(Mode::None) && !is_all_there {
-            write!(out, " (zeros in mode none)")?;
+            add!(out, " (zeros in mode none)");
         }
         // The fills of a resolver process are not counted here.
         if !is_all_there && !has(Mode::Ring) {
-            write!(out, "; none was filled twice")?;
+            add!(out, "; none was filled twice");
         }
         if self.args.log_dirty {
-            write!(out, "; the dirty log had every page that was written, and no other")?;
+            add!(out, "; the dirty log had every page that was written, and no other");
         }
-        writeln!(out, ".")
+        add_line!(out, ".");
     }
 
-    /// The object of `--json`.
     pub(super) fn results(&self) -> Results {
         let (mut results, mut published) = (Vec::new(), Vec::new());
         for measured in self.measured {
-            let labels = measured.case.labels();
+            let labels = measured.of.labels();
             results.extend(QUANTITIES.iter().filter_map(|quantity| quantity.figure(&measured.runs, &labels)));
             let bases = [
-                ("rate_vs_none", self.none(&measured.case)),
-                ("rate_vs_best_userfaultfd", self.best_userfaultfd(&measured.case)),
+                ("rate_vs_none", self.none(&measured.of)),
+                ("rate_vs_best_userfaultfd", self.best_userfaultfd(&measured.of)),
             ];
             for (name, base) in bases {
                 let ratios = base.map(|base| Figure::ratios(name, &labels, ratios(measured, base)));
                 results.extend(ratios.filter(|figure| !figure.samples.is_empty()));
             }
-            if let Some((on, rate)) = self.published_rate(&measured.case) {
+            if let Some((on, rate)) = self.published_rate(&measured.of) {
                 let on = format!("KVM Userfault, 2024, {on}, 96 CPUs");
                 published.push(PublishedFigure::new("paging_rate", Unit::PerSecond, &labels, [rate; 2], on));
             }
             let mut fact = |name, unit, value: f64| {
                 results.push(Figure::new(name, unit, &labels, [value]).with_better(None));
             };
-            fact("bytes_per_vcpu", Unit::Bytes, measured.case.bytes_per_vcpu as f64);
-            fact("readers", Unit::Count, measured.case.nr_readers as f64);
+            fact("bytes_per_vcpu", Unit::Bytes, measured.of.bytes_per_vcpu as f64);
+            fact("readers", Unit::Count, measured.of.nr_readers as f64);
         }
         let flush_method = self.runs().next().map(|run| run.flush_method);
         let results = Results::new("userfault", self.config(), Host::read(flush_method), results);
         Results { published, ..results }
     }
 
-    /// The published rate of a case, and the platform.
     fn published_rate(&self, case: &Case) -> Option<(&'static str, f64)> {
         let (platform, groups) = self.published()?;
         let group = groups.iter().find(|group| (group.backing, group.uffds) == (case.backing, case.uffds))?;

@@ -20,10 +20,11 @@ use clap::ValueEnum;
 use slat::PAGE_SIZE;
 use slat_machine::linux::topology;
 
+use crate::columns::in_turns;
 use crate::failure::{Failure, ensure};
 use crate::results::Outcome;
 use crate::session::Session;
-use crate::turns;
+use case::Case;
 pub(crate) use case::{Mode, Uffds};
 use figures::Report;
 pub(crate) use options::UserfaultArgs;
@@ -32,15 +33,14 @@ use run::Measured;
 use source::Source;
 pub(crate) use source::{ServeArgs, serve};
 
-/// Runs the experiment.
 pub(crate) fn run(args: &UserfaultArgs, session: &Session) -> Result<Outcome, Failure> {
     args.check()?;
     let available_bytes = topology::available_memory_bytes();
     let bytes_per_vcpu =
         |nr_vcpus| args.bytes.unwrap_or_else(|| fitting_bytes(args.default_bytes(), nr_vcpus, available_bytes));
     let cases = |nr_vcpus| args.cases(nr_vcpus, bytes_per_vcpu(nr_vcpus));
-    let all = args.nr_vcpus().iter().flat_map(|&nr_vcpus| cases(nr_vcpus));
-    all.clone().try_for_each(|case| run::check(args, &case))?;
+    let all: Vec<Case> = args.nr_vcpus().iter().flat_map(|&nr_vcpus| cases(nr_vcpus)).collect();
+    all.iter().try_for_each(|case| run::check(args, case))?;
     let most = args.nr_vcpus().iter().map(|&nr_vcpus| bytes_per_vcpu(nr_vcpus).saturating_mul(nr_vcpus as u64)).max();
     let source = Source::open(args, most.unwrap_or(0), session)?;
     let mut remarks: Vec<String> = source.remark().into_iter().collect();
@@ -60,33 +60,10 @@ pub(crate) fn run(args: &UserfaultArgs, session: &Session) -> Result<Outcome, Fa
         let report = Report { args, measured: &measured, remarks: &remarks };
         Outcome::new(report.results(), |out| report.print(out))
     };
-    let nr_runs = args.nr_runs();
-    let warm_ups = if turns::warms_up(nr_runs) { args.nr_vcpus().len() as u64 } else { 0 };
-    let progress = session.progress(u64::from(nr_runs) * all.count() as u64 + warm_ups);
-    let mut measured: Vec<Measured> = Vec::new();
-    for &nr_vcpus in args.nr_vcpus() {
-        let cases = cases(nr_vcpus);
-        if let Some(case) = cases.first().filter(|_| turns::warms_up(nr_runs)) {
-            progress.begin(turns::WARM_UP.to_owned());
-            run::once(args, case, &source, session)?;
-            progress.step();
-        }
-        let first = measured.len();
-        measured.extend(cases.iter().map(|&case| Measured { case, runs: Vec::new() }));
-        for number in 0..nr_runs as usize {
-            for which in turns::order(number, cases.len()) {
-                let case = &cases[which];
-                let (backing, uffds, mode) = (case.backing, case.uffds.describe(), case.mode);
-                progress.begin(format!("{nr_vcpus} vCPUs, {backing}, {uffds}, {mode}"));
-                measured[first + which].runs.push(run::once(args, case, &source, session)?);
-                progress.step();
-                session.so_far(outcome(&measured)?);
-            }
-        }
-    }
-    drop(progress);
-    ensure!(!measured.is_empty(), Usage, "--modes: the tables of this format have none of these rows; choose others");
-    outcome(&measured)
+    let nr_cases = all.len() / args.nr_vcpus().len();
+    ensure!(nr_cases > 0, Usage, "--modes: the tables of this format have none of these rows; choose others");
+    let run = |case: &Case, _| run::once(args, case, &source, session);
+    in_turns(session, all, nr_cases, args.nr_runs(), Case::title, run, outcome)
 }
 
 /// The published pages per second for each of `nr_vcpus` vCPUs, of the row `mode` with anonymous

@@ -18,7 +18,6 @@ use crate::options::{CONTENTS, CPUS, FORMAT, FormatArg, OVERLAP, OutputArgs, del
 /// The longest delay of a page.
 const MAX_DELAY: Duration = Duration::from_secs(5);
 
-/// The options of `slat userfault`.
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -243,7 +242,6 @@ impl UserfaultArgs {
         }
     }
 
-    /// The numbers of vCPUs to run.
     pub(super) fn nr_vcpus(&self) -> &[usize] {
         match (&self.vcpus, self.rows()) {
             (Some(vcpus), _) => vcpus,
@@ -259,7 +257,6 @@ impl UserfaultArgs {
         if self.rows() == Rows::Table { 4 << 20 } else { 64 << 20 }
     }
 
-    /// Runs of each case.
     pub(super) fn nr_runs(&self) -> u32 {
         self.runs.unwrap_or(if self.rows() == Rows::One { 1 } else { 3 })
     }

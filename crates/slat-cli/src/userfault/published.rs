@@ -37,7 +37,6 @@ const SHMEM: PagedBacking = PagedBacking::Memory(BackingKind::Shmem);
 /// The row that slat adds.
 const RING: Row = Row { mode: Mode::Ring, rates: None };
 
-/// On x86.
 pub(crate) static X86: [Group; 3] = [
     Group {
         backing: ANONYMOUS,
@@ -75,7 +74,6 @@ pub(crate) static X86: [Group; 3] = [
     },
 ];
 
-/// On arm64.
 pub(crate) const ARM64: [Group; 2] = [
     Group {
         backing: SHMEM,

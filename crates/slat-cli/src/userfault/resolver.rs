@@ -74,8 +74,8 @@ impl ResolverProcess {
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.arg(COMMAND);
-        command.args(["--source", &source.spec().to_string()]);
-        command.args(["--delay-ns", &source.delay().as_nanos().to_string()]);
+        command.args(["--source", &source.spec.to_string()]);
+        command.args(["--delay-ns", &source.open.delay().as_nanos().to_string()]);
         if let Some(Copier { window }) = copier {
             command.args(["--copier", &window.to_string()]);
         }

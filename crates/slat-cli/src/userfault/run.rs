@@ -20,6 +20,7 @@ use super::case::{Case, Mode, Uffds};
 use super::options::{GuestMemfdArg, ResolverArg, UserfaultArgs};
 use super::resolver::ResolverProcess;
 use super::source::Source;
+use crate::columns::Column;
 use crate::failure::{Failure, ensure};
 use crate::options::with_format;
 use crate::phases;
@@ -35,7 +36,6 @@ const LOGGED_ROUNDS: u64 = 2;
 /// The longest life of a resolver that will be killed, from when it is attached.
 const LONGEST_LIFE: Duration = Duration::from_millis(20);
 
-/// The figures of a run.
 pub(super) struct Run {
     /// Pages per second for each vCPU: the pages of one vCPU over the time of all, as in
     /// demand_paging_test.
@@ -62,19 +62,13 @@ pub(super) struct Run {
     pub(super) nr_killed: Option<u64>,
     /// Threads that ran the vCPUs.
     pub(super) nr_threads: usize,
-    /// The origin of guest_memfd memory.
     pub(super) guest_memfd: Option<GuestMemfdOrigin>,
     pub(super) engine: Stats,
     pub(super) flush_method: FlushMethod,
 }
 
-/// A case and its runs.
-pub(super) struct Measured {
-    pub(super) case: Case,
-    pub(super) runs: Vec<Run>,
-}
+pub(super) type Measured = Column<Case, Run>;
 
-/// Runs `case` once.
 pub(super) fn once(args: &UserfaultArgs, case: &Case, source: &Source, session: &Session) -> Result<Run, Failure> {
     with_format!(args.format, F => on::<F>(args, case, source, session))
 }
@@ -85,7 +79,7 @@ fn on<F: HardwareFormat>(
     source: &Source,
     session: &Session,
 ) -> Result<Run, Failure> {
-    let config = config(args, case, source.contents())?;
+    let config = config(args, case, source.contents)?;
     let mut paging = DemandPaging::<F>::new(&config)?;
     let _watched = session.watch(paging.vm());
     if args.guest_memfd == GuestMemfdArg::Kvm {
@@ -94,7 +88,7 @@ fn on<F: HardwareFormat>(
     let Paged { report, total_time, nr_logged, nr_killed } = match (case.mode, args.resolver) {
         (Mode::None, _) => page(&mut paging, PagesFrom::None, &config)?,
         (Mode::Ring, ResolverArg::Process) => page_elsewhere(&mut paging, &config, args, source)?,
-        _ => page(&mut paging, PagesFrom::Source(source.opened().clone()), &config)?,
+        _ => page(&mut paging, PagesFrom::Source(source.open.clone()), &config)?,
     };
     let nr_verified = paging.verify()?;
     ensure!(nr_verified == paging.nr_pages(), Check, "{nr_verified} of {} pages are there", paging.nr_pages());
@@ -156,10 +150,14 @@ fn page_elsewhere<F: HardwareFormat>(
     let begin = Instant::now();
     let mut nr_killed = 0;
     let mut random = SmallRng::seed_from_u64(args.seed);
-    while nr_killed < args.kill_resolver {
-        let delay = random.random_range(Duration::ZERO..LONGEST_LIFE);
+    loop {
         let mut process = attach(paging, config, source)?;
-        let (paged, was_killed) = process.kill_during(delay, || page(paging, PagesFrom::Elsewhere, config));
+        let (paged, was_killed) = if nr_killed < args.kill_resolver {
+            let delay = random.random_range(Duration::ZERO..LONGEST_LIFE);
+            process.kill_during(delay, || page(paging, PagesFrom::Elsewhere, config))
+        } else {
+            (page(paging, PagesFrom::Elsewhere, config), false)
+        };
         nr_killed += u32::from(was_killed);
         match paged {
             Err(DemandPagingError::Vcpus { .. }) if was_killed => {}
@@ -168,15 +166,12 @@ fn page_elsewhere<F: HardwareFormat>(
                 paging.delivery().into_iter().for_each(Delivery::detach);
                 // A killed resolver has no error to report.
                 let paged = if was_killed { paged? } else { end(process, paged)? };
-                return Ok(with_kills(paged, nr_killed, elapsed));
+                // The time includes the runs before the last.
+                let total_time = if nr_killed > 0 { elapsed } else { paged.total_time };
+                return Ok(Paged { total_time, nr_killed, ..paged });
             }
         }
     }
-    let process = attach(paging, config, source)?;
-    let paged = page(paging, PagesFrom::Elsewhere, config);
-    let elapsed = begin.elapsed();
-    paging.delivery().into_iter().for_each(Delivery::detach);
-    Ok(with_kills(end(process, paged)?, nr_killed, elapsed))
 }
 
 /// Ends a resolver that was detached. The resolver's error is the cause of the vCPUs' errors, if it
@@ -186,12 +181,6 @@ fn end(process: ResolverProcess, paged: Result<Paged, DemandPagingError>) -> Res
         Ok(paged) => process.finish().map(|()| paged),
         Err(error) => Err(process.failure().unwrap_or_else(|| error.into())),
     }
-}
-
-/// If resolvers were killed, the time includes the runs before the last.
-fn with_kills(paged: Paged, nr_killed: u32, elapsed: Duration) -> Paged {
-    let total_time = if nr_killed > 0 { elapsed } else { paged.total_time };
-    Paged { total_time, nr_killed, ..paged }
 }
 
 /// Starts a resolver process, and attaches it.
@@ -278,7 +267,7 @@ pub(super) fn remarks(args: &UserfaultArgs, measured: &[&Measured]) -> Vec<Strin
         ));
     }
     let mut in_turns: Vec<String> = Vec::new();
-    for Measured { case, runs } in measured {
+    for Column { of: case, runs } in measured {
         if let Some(run) = runs.iter().find(|run| run.nr_threads < case.nr_vcpus) {
             let text = format!("{} ({} vCPUs by {} threads)", case.mode, case.nr_vcpus, run.nr_threads);
             if !in_turns.contains(&text) {

@@ -5,7 +5,6 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use clap::Args;
 use slat::PAGE_SIZE;
@@ -20,9 +19,11 @@ use crate::session::Session;
 /// An opened `--source`. Its peer lives as long.
 #[derive(Debug)]
 pub(super) struct Source {
-    spec: SourceSpec,
-    open: OpenSource,
-    contents: Pattern,
+    pub(super) spec: SourceSpec,
+    /// What threads request pages of.
+    pub(super) open: OpenSource,
+    /// What its pages must hold.
+    pub(super) contents: Pattern,
     peer: Option<PagesServer>,
 }
 
@@ -53,25 +54,6 @@ impl Source {
         Ok(Source { spec, open, contents, peer })
     }
 
-    pub(super) fn spec(&self) -> &SourceSpec {
-        &self.spec
-    }
-
-    /// What threads request pages of.
-    pub(super) fn opened(&self) -> &OpenSource {
-        &self.open
-    }
-
-    /// The latency of each page.
-    pub(super) fn delay(&self) -> Duration {
-        self.open.delay()
-    }
-
-    /// What its pages must hold.
-    pub(super) fn contents(&self) -> Pattern {
-        self.contents
-    }
-
     /// A note on the source, for the output.
     pub(super) fn remark(&self) -> Option<String> {
         let peer = self.peer.as_ref()?;
@@ -80,7 +62,6 @@ impl Source {
     }
 }
 
-/// The options of `slat serve-pages`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat serve-pages unix:/tmp/pages\n\
                         then:    slat userfault --exits --source unix:/tmp/pages")]
@@ -92,7 +73,6 @@ pub(crate) struct ServeArgs {
     contents: SourceSpec,
 }
 
-/// Parses `--contents`.
 pub(super) fn contents(text: &str) -> Result<SourceSpec, String> {
     match text.parse::<SourceSpec>() {
         Ok(spec) if spec.contents().is_some() => Ok(spec),

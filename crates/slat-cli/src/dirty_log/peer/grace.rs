@@ -65,7 +65,6 @@ impl Drop for ReadGuard<'_> {
 }
 
 impl GracePeriods {
-    /// Opens a read guard.
     pub(super) fn enter(&self) -> ReadGuard<'_> {
         ReadGuard(&self.counters[self.begin()])
     }
@@ -79,7 +78,6 @@ impl GracePeriods {
         set
     }
 
-    /// A vCPU enters its guest.
     pub(super) fn enter_guest(&self) -> InGuest {
         // Acquire: the set in use is read after the kicks; pairs with `synchronize`.
         let kicks = self.kicks.load(Ordering::Acquire);
@@ -92,7 +90,6 @@ impl GracePeriods {
         self.kicks.load(Ordering::Relaxed) != stay.kicks
     }
 
-    /// A vCPU exits.
     pub(super) fn exit_guest(&self, stay: InGuest) {
         drop(ReadGuard(&self.counters[stay.set]));
     }

@@ -22,7 +22,7 @@ pub(super) struct Pair(pub(super) [AtomicU64; 2]);
 /// One bit for each page.
 #[derive(Debug)]
 pub(super) struct Log {
-    pairs: Box<[Pair]>,
+    pub(super) pairs: Box<[Pair]>,
     nr_words: usize,
     /// Pages marked since the log was cleared; changed under the MMU lock. Only srcu-copy uses it.
     nr_dirty: AtomicU64,
@@ -36,10 +36,6 @@ impl Log {
             nr_words,
             nr_dirty: AtomicU64::new(0),
         }
-    }
-
-    pub(super) fn pairs(&self) -> &[Pair] {
-        &self.pairs
     }
 
     #[inline]

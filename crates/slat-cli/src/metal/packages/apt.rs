@@ -137,7 +137,6 @@ impl<'s> Apt<'s> {
         self.unpack_all(&folder, into)
     }
 
-    /// Unpacks all packages that lie in `folder`.
     fn unpack_all(&self, folder: &Path, into: &Path) -> Result<(), AptError> {
         for entry in fs::read_dir(folder).map_err(AptError::Files)? {
             let path = entry.map_err(AptError::Files)?.path();

@@ -23,7 +23,6 @@ struct WriteJob {
 /// The end of a job, and its result.
 type Ending = (Instant, Result<(), Failure>);
 
-/// The thread of one vCPU.
 struct VcpuThread {
     jobs: Sender<WriteJob>,
     endings: Receiver<Ending>,
@@ -61,7 +60,6 @@ impl VcpuThread {
     }
 }
 
-/// All of them.
 pub(super) struct Vcpus(Vec<VcpuThread>);
 
 impl Vcpus {

@@ -52,8 +52,8 @@ const CURVES: [Curve; 4] = [
 fn points(machines: &Machines) -> Result<Vec<(usize, Topology)>, Failure> {
     let default = Topology::named(TOPOLOGY)?;
     let mut points = Vec::new();
-    for &nr_cpus in machines.cpus() {
-        let is_default = machines.chosen().is_none() && nr_cpus <= default.nr_cpus();
+    for &nr_cpus in &machines.cpus {
+        let is_default = machines.chosen.is_none() && nr_cpus <= default.nr_cpus();
         let topology = if is_default { default.clone() } else { machines.topology(nr_cpus)? };
         let nr_vcpus = nr_cpus.min(topology.nr_cpus().saturating_sub(1)).max(1);
         if !points.contains(&(nr_vcpus, topology.clone())) {
@@ -63,7 +63,6 @@ fn points(machines: &Machines) -> Result<Vec<(usize, Topology)>, Failure> {
     Ok(points)
 }
 
-/// The runs of the curves.
 pub(super) fn planned(machines: &Machines) -> Result<Vec<Planned>, Failure> {
     let mut planned = Vec::new();
     for operation in [Operation::Harvest, Operation::InvalidatePage] {

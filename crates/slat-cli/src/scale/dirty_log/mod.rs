@@ -69,7 +69,6 @@ struct Done {
     case: Case,
     topology: Topology,
     run: BesideRun,
-    /// Memory of each vCPU.
     bytes: u64,
 }
 
@@ -138,7 +137,6 @@ impl Case {
     }
 }
 
-/// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
     let topology = Topology::named(TOPOLOGY)?;
     let mut planned: Vec<_> = cases().map(|case| Planned { case, topology: topology.clone() }).collect();

@@ -15,7 +15,6 @@ use crate::table;
 /// In the order of the tables' columns; the first is slat.
 const LOCKS: [Lock; 3] = [Lock::None, Lock::Shared, Lock::Exclusive];
 
-/// A table.
 struct Curve {
     title: &'static str,
     sharing: Sharing,
@@ -46,7 +45,6 @@ impl Curve {
     }
 }
 
-/// The runs of the curves.
 pub(super) fn cases(cpus: &[usize]) -> impl Iterator<Item = Case> {
     CURVES.iter().flat_map(move |curve| {
         cpus.iter().flat_map(move |&nr_cpus| LOCKS.into_iter().map(move |lock| curve.case(lock, nr_cpus)))
@@ -59,9 +57,8 @@ fn rate(done: &Done, bytes: u64) -> f64 {
     done.case.nr_pages_in_all(bytes) as f64 * 1e9 / done.run.times.populate_ns as f64
 }
 
-/// Adds the curves to the part.
 pub(super) fn add(part: &mut Part, context: &Context<'_>, all: &[Done]) {
-    let cpus = context.machines.cpus();
+    let cpus = &context.machines.cpus[..];
     let bytes = context.args.bytes;
     if !all.iter().any(|done| done.case.hypervisor == Hypervisor::Slat) {
         return;

@@ -37,7 +37,6 @@ struct Done {
     case: Case,
     topology: Topology,
     run: PhasesRun,
-    /// Memory of each vCPU.
     bytes: u64,
 }
 
@@ -112,11 +111,10 @@ impl Case {
     }
 }
 
-/// Runs the model.
 pub(super) fn run(context: &Context<'_>) -> Result<Part, Failure> {
     let published = prediction::topology()?;
     let mut planned: Vec<_> = prediction::cases().map(|case| (case.title(), (case, published.clone()))).collect();
-    for case in curves::cases(context.machines.cpus()) {
+    for case in curves::cases(&context.machines.cpus) {
         planned.push((case.title(), (case, context.machines.topology(case.nr_cpus)?)));
     }
     context.measure(planned, |(case, topology)| case.run(context, &topology), |all| part(context, all))

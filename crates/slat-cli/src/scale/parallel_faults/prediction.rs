@@ -18,7 +18,6 @@ use crate::quantity::{Unit, or_nothing, quantity};
 use crate::results::{Figure, PublishedFigure};
 use crate::table::{self, PUBLISHED};
 
-/// The published machine.
 const TOPOLOGY: &str = "2x48";
 const NR_VCPUS: usize = 96;
 /// Of each vCPU, where each accesses its own part.
@@ -38,17 +37,14 @@ const fn case(lock: Lock, sharing: Sharing) -> Case {
     Case { hypervisor: Hypervisor::Kvm, lock, sharing, around: Around::Host, nr_cpus: NR_VCPUS }
 }
 
-/// The published machine.
 pub(super) fn topology() -> Result<Topology, Failure> {
     Ok(Topology::named(TOPOLOGY)?)
 }
 
-/// The runs of the prediction.
 pub(super) fn cases() -> impl Iterator<Item = Case> {
     SHARINGS.into_iter().flat_map(|sharing| LOCKS.map(|lock| case(lock, sharing)))
 }
 
-/// The published pages.
 fn nr_published_pages(sharing: Sharing) -> u64 {
     match sharing {
         Sharing::Partitioned => (BYTES_EACH >> 12) * NR_VCPUS as u64,
@@ -70,7 +66,6 @@ fn predicted_s(times: &PhaseTimes, nr_pages: u64, nr_published_pages: u64) -> [f
     ]
 }
 
-/// Adds the prediction to the part.
 pub(super) fn add(part: &mut Part, args: &ScaleArgs, all: &[Done]) {
     for sharing in SHARINGS {
         let predicted = LOCKS.map(|lock| {
@@ -151,17 +146,5 @@ mod tests {
         }
         let order = PHASES.map(|phase| phase.figure.split('_').next().unwrap_or_default());
         assert_eq!(order, ["populate", "enable", "dirty", "get", "disable"]);
-    }
-
-    #[test]
-    fn the_published_pages_are_those_of_all_vcpus() {
-        assert_eq!(nr_published_pages(Sharing::Partitioned), 75_497_472);
-        assert_eq!(nr_published_pages(Sharing::Overlapping), 1_572_864);
-    }
-
-    #[test]
-    fn the_published_machine_has_a_cpu_for_each_vcpu() {
-        assert_eq!(topology().unwrap().nr_cpus(), NR_VCPUS);
-        assert_eq!(cases().count(), 4);
     }
 }

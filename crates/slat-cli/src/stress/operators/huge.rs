@@ -111,7 +111,6 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
         Ok(())
     }
 
-    /// One operation, or a few accesses.
     pub(super) fn step(&mut self, rng: &mut SmallRng) -> Result<(), Failure> {
         match rng.random_range(0..16) {
             0 => self.toggle(),
@@ -120,7 +119,6 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
         }
     }
 
-    /// Turns logging on or off.
     fn toggle(&mut self) -> Result<(), Failure> {
         self.flags.toggle(MemoryRegionFlags::LOG_DIRTY_PAGES);
         self.set(None, NR_PAGES)?;
@@ -163,7 +161,6 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
         Ok(())
     }
 
-    /// Writes or reads a page.
     fn touch(&mut self, rng: &mut SmallRng) -> Result<(), Failure> {
         let number = rng.random_range(0..NR_PAGES);
         let (gva, is_logging) = (gva_of(Gfn(FIRST_PAGE.0 + number)), self.is_logging());

@@ -117,7 +117,6 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         })
     }
 
-    /// One operation, or a few accesses.
     pub(super) fn step(&mut self, rng: &mut SmallRng) -> Result<(), Failure> {
         let result = self.operate(rng);
         if self.visitors == Visitors::Come {
@@ -243,7 +242,6 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         self.touch(which, rng)
     }
 
-    /// Turns logging on or off.
     fn reflag(&mut self, which: usize) -> Result<(), Failure> {
         self.slots[which].flags.toggle(MemoryRegionFlags::LOG_DIRTY_PAGES);
         self.set(which, None, true)?;
@@ -351,7 +349,6 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         Ok(())
     }
 
-    /// Writes or reads a page.
     fn touch(&mut self, which: usize, rng: &mut SmallRng) -> Result<(), Failure> {
         let range = self.range(which);
         let number = rng.random_range(0..range.nr_pages());
