@@ -10,7 +10,6 @@ use slat::stats::Stats;
 use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
 use slat_machine::guest_os::{self, Kernel, KernelCpu, KernelError, Pcids, WorkloadMix};
 use slat_machine::hardware::commit::{FlushDomain, FlushMethod, Port};
-use slat_machine::hardware::cpu::CpuError;
 use slat_machine::hardware::shadow_cpu::{ShadowCpu, ShadowCpuCounters};
 use slat_machine::hardware::tlb::Geometry;
 use slat_machine::linux::clock::{run_delay_ns, timestamp_ns};
@@ -188,7 +187,7 @@ fn measure(
     nr_steps: u64,
     seed: u64,
     clock_ns: f64,
-) -> Result<VcpuRun, KernelError<CpuError>> {
+) -> Result<VcpuRun, KernelError> {
     let (cpu, spent) = {
         let cpu = guest.cpu_mut();
         (cpu.counters(), cpu.handler().spent())
@@ -230,7 +229,7 @@ fn on_threads<I: Send, O: Send>(
     })
 }
 
-fn failed(vcpu: u16, error: &KernelError<CpuError>) -> Failure {
+fn failed(vcpu: u16, error: &KernelError) -> Failure {
     check_failed(format_args!("vCPU {vcpu}: {error}"))
 }
 

@@ -13,16 +13,17 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::shadow::{Gva, Privilege};
-use slat::{Access, Gfn};
-use thiserror::Error;
+use slat::shadow::{Gva, PagingRegister, Privilege};
+use slat::{Access, Gfn, Gpa, Hpa};
 
 use super::address_space::error_code;
 use super::cpu::{
-    CR0_PG, CR3_NO_FLUSH, CR3_PCID, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, Completed, EFER_NXE, ERROR_PRESENT,
-    INVPCID_ADDRESS, INVPCID_ALL, INVPCID_ALL_NON_GLOBAL, INVPCID_CONTEXT, KernelGuestCpu, Trap,
+    CR0_PG, CR3_NO_FLUSH, CR3_PCID, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, EFER_NXE, ERROR_PRESENT, INVPCID_ADDRESS,
+    INVPCID_ALL, INVPCID_ALL_NON_GLOBAL, INVPCID_CONTEXT, KernelGuestCpu,
 };
 use super::layout::{ACCESSED, ADDRESS, DIRTY, GLOBAL, NO_EXECUTE, PAGE, PRESENT, USER, WRITABLE, index};
+use crate::hardware::cpu::CpuError;
+use crate::hardware::walk::guest::GuestFault;
 
 /// Memory from guest-physical 0 on, zero at first. Clones are the same memory.
 #[derive(Clone, Debug)]
@@ -34,18 +35,11 @@ impl PlainMemory {
         PlainMemory((0..memory_bytes / 8).map(|_| AtomicU64::new(0)).collect())
     }
 
-    fn word(&self, gpa: u64) -> Result<&AtomicU64, Trap<PlainError>> {
+    /// A guest-physical address is the host's.
+    fn word(&self, gpa: u64) -> Result<&AtomicU64, CpuError> {
         let word = gpa.is_multiple_of(8).then(|| self.0.get((gpa / 8) as usize)).flatten();
-        word.ok_or(Trap::Machine(PlainError { gpa }))
+        word.ok_or(CpuError::NoMemory { gpa: Gpa(gpa), hpa: Hpa(gpa) })
     }
-}
-
-/// There is no memory at an address, or it is not aligned.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[error("no aligned word of memory at guest-physical {gpa:#x}")]
-pub struct PlainError {
-    /// The address.
-    pub gpa: u64,
 }
 
 /// The result of a walk to a page or a page-table page: the rights of all PTEs on the way.
@@ -135,12 +129,12 @@ impl PlainCpu {
     }
 
     /// The word at `gva`, for `access`.
-    fn translate(&mut self, gva: Gva, access: Access) -> Completed<&AtomicU64, PlainError> {
+    fn translate(&mut self, gva: Gva, access: Access) -> Result<&AtomicU64, CpuError> {
         if self.cr0 & CR0_PG == 0 {
             return self.memory.word(gva.0);
         }
         if !matches!(gva.0 as i64 >> 47, 0 | -1) {
-            return Err(Trap::GeneralProtection);
+            return Err(GuestFault::GeneralProtection.into());
         }
         let page = gva.0 >> Gfn::SHIFT;
         let cached = self.globals.get(&page).copied().or_else(|| self.context().pages.get(&page).copied());
@@ -157,14 +151,14 @@ impl PlainCpu {
             Err(presence) => {
                 self.globals.remove(&page);
                 self.context().drop_page(page);
-                Err(Trap::PageFault { gva, error_code: error_code(access, self.privilege, presence) })
+                Err(GuestFault::Page { gva, error_code: error_code(access, self.privilege, presence) }.into())
             }
         }
     }
 
     /// Walks the page tables from the lowest cached level, and caches what it finds. The inner
     /// error is a fault's bit of presence.
-    fn walk(&mut self, gva: Gva, access: Access) -> Completed<Result<u64, u32>, PlainError> {
+    fn walk(&mut self, gva: Gva, access: Access) -> Result<Result<u64, u32>, CpuError> {
         let page = gva.0 >> Gfn::SHIFT;
         let top = Translation { frame_gpa: self.cr3 & ADDRESS, rights: WRITABLE | USER, is_dirty: false };
         let known = self.context().tables.get(&(page >> 9)).copied();
@@ -206,49 +200,14 @@ impl PlainCpu {
         }
     }
 
-    fn privileged(&self) -> Completed<(), PlainError> {
-        if self.privilege == Privilege::User { Err(Trap::GeneralProtection) } else { Ok(()) }
+    fn privileged(&self) -> Result<(), CpuError> {
+        if self.privilege == Privilege::User { Err(GuestFault::GeneralProtection.into()) } else { Ok(()) }
     }
 
-    /// A load of CR3 by a CPU that omits the flush.
-    #[cfg(test)]
-    pub(super) fn load_cr3_without_flush(&mut self, value: u64) {
-        self.cr3 = value & !CR3_NO_FLUSH;
-    }
-}
-
-impl KernelGuestCpu for PlainCpu {
-    type Error = PlainError;
-
-    fn read(&mut self, gva: Gva) -> Completed<u64, PlainError> {
-        Ok(self.translate(gva, Access::Read)?.load(Ordering::Acquire))
-    }
-
-    fn write(&mut self, gva: Gva, value: u64) -> Completed<(), PlainError> {
-        self.translate(gva, Access::Write)?.store(value, Ordering::Release);
-        Ok(())
-    }
-
-    fn fetch(&mut self, gva: Gva) -> Completed<u64, PlainError> {
-        Ok(self.translate(gva, Access::Execute)?.load(Ordering::Acquire))
-    }
-
-    fn set_privilege(&mut self, privilege: Privilege) {
-        self.privilege = privilege;
-    }
-
-    fn mov_to_cr0(&mut self, value: u64) -> Completed<(), PlainError> {
-        self.privileged()?;
-        self.cr0 = value;
-        self.flush_everything();
-        Ok(())
-    }
-
-    fn mov_to_cr3(&mut self, value: u64) -> Completed<(), PlainError> {
-        self.privileged()?;
+    fn load_cr3(&mut self, value: u64) -> Result<(), CpuError> {
         let keeps = value & CR3_NO_FLUSH != 0;
         if keeps && self.cr4 & CR4_PCIDE == 0 {
-            return Err(Trap::GeneralProtection);
+            return Err(GuestFault::GeneralProtection.into());
         }
         self.cr3 = value & !CR3_NO_FLUSH;
         if !keeps {
@@ -258,23 +217,51 @@ impl KernelGuestCpu for PlainCpu {
         Ok(())
     }
 
-    fn mov_to_cr4(&mut self, value: u64) -> Completed<(), PlainError> {
+    /// A load of CR3 by a CPU that omits the flush.
+    pub(super) fn load_cr3_without_flush(&mut self, value: u64) {
+        self.cr3 = value & !CR3_NO_FLUSH;
+    }
+}
+
+impl KernelGuestCpu for PlainCpu {
+    fn read(&mut self, gva: Gva) -> Result<u64, CpuError> {
+        Ok(self.translate(gva, Access::Read)?.load(Ordering::Acquire))
+    }
+
+    fn write(&mut self, gva: Gva, value: u64) -> Result<(), CpuError> {
+        self.translate(gva, Access::Write)?.store(value, Ordering::Release);
+        Ok(())
+    }
+
+    fn fetch(&mut self, gva: Gva) -> Result<u64, CpuError> {
+        Ok(self.translate(gva, Access::Execute)?.load(Ordering::Acquire))
+    }
+
+    fn set_privilege(&mut self, privilege: Privilege) {
+        self.privilege = privilege;
+    }
+
+    fn write_register(&mut self, register: PagingRegister, value: u64) -> Result<(), CpuError> {
         self.privileged()?;
-        if value & !self.cr4 & CR4_PCIDE != 0 && (self.cr3 & CR3_PCID != 0 || self.cr0 & CR0_PG == 0) {
-            return Err(Trap::GeneralProtection);
+        match register {
+            PagingRegister::Cr0 => self.cr0 = value,
+            PagingRegister::Cr3 => return self.load_cr3(value),
+            PagingRegister::Cr4 => {
+                if value & !self.cr4 & CR4_PCIDE != 0 && (self.cr3 & CR3_PCID != 0 || self.cr0 & CR0_PG == 0) {
+                    return Err(GuestFault::GeneralProtection.into());
+                }
+                self.cr4 = value;
+            }
+            PagingRegister::Efer => {
+                self.efer = value;
+                return Ok(());
+            }
         }
-        self.cr4 = value;
         self.flush_everything();
         Ok(())
     }
 
-    fn write_efer(&mut self, value: u64) -> Completed<(), PlainError> {
-        self.privileged()?;
-        self.efer = value;
-        Ok(())
-    }
-
-    fn invlpg(&mut self, gva: Gva) -> Completed<(), PlainError> {
+    fn invlpg(&mut self, gva: Gva) -> Result<(), CpuError> {
         self.privileged()?;
         let page = gva.0 >> Gfn::SHIFT;
         self.globals.remove(&page);
@@ -284,20 +271,22 @@ impl KernelGuestCpu for PlainCpu {
         Ok(())
     }
 
-    fn invpcid(&mut self, kind: u64, [pcid, address]: [u64; 2]) -> Completed<(), PlainError> {
+    fn invpcid(&mut self, kind: u64, [pcid, address]: [u64; 2]) -> Result<(), CpuError> {
         self.privileged()?;
         if pcid > CR3_PCID || (kind <= INVPCID_CONTEXT && self.cr4 & CR4_PCIDE == 0 && pcid != 0) {
-            return Err(Trap::GeneralProtection);
+            return Err(GuestFault::GeneralProtection.into());
         }
         match kind {
-            INVPCID_ADDRESS if !matches!(address as i64 >> 47, 0 | -1) => return Err(Trap::GeneralProtection),
+            INVPCID_ADDRESS if !matches!(address as i64 >> 47, 0 | -1) => {
+                return Err(GuestFault::GeneralProtection.into());
+            }
             INVPCID_ADDRESS => self.contexts.entry(pcid).or_default().drop_page(address >> Gfn::SHIFT),
             INVPCID_CONTEXT => {
                 self.contexts.remove(&pcid);
             }
             INVPCID_ALL => self.flush_everything(),
             INVPCID_ALL_NON_GLOBAL => self.contexts.clear(),
-            _ => return Err(Trap::GeneralProtection),
+            _ => return Err(GuestFault::GeneralProtection.into()),
         }
         Ok(())
     }

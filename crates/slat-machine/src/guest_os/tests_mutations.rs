@@ -1,11 +1,13 @@
 //! CPUs that break the rules of the manual: the kernel must detect each.
 
-use slat::shadow::{Gva, Privilege};
+use slat::shadow::{Gva, PagingRegister, Privilege};
 
-use super::plain_cpu::{PlainCpu, PlainError, PlainMemory};
+use super::plain_cpu::{PlainCpu, PlainMemory};
 use super::tests::CONFIGS;
 use super::*;
 use crate::guest_os::cpu::CR4_PGE;
+use crate::hardware::cpu::CpuError;
+use crate::hardware::walk::guest::GuestFault;
 
 /// What a CPU leaves out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,13 +35,11 @@ struct Faulty {
 }
 
 impl KernelGuestCpu for Faulty {
-    type Error = PlainError;
-
-    fn read(&mut self, gva: Gva) -> Completed<u64, PlainError> {
+    fn read(&mut self, gva: Gva) -> Result<u64, CpuError> {
         self.cpu.read(gva)
     }
 
-    fn write(&mut self, gva: Gva, value: u64) -> Completed<(), PlainError> {
+    fn write(&mut self, gva: Gva, value: u64) -> Result<(), CpuError> {
         self.nr_writes += u64::from(self.privilege == Privilege::User);
         let is_lost = match self.fault {
             Fault::LosesWrites(every) => self.privilege == Privilege::User && self.nr_writes.is_multiple_of(every),
@@ -53,7 +53,7 @@ impl KernelGuestCpu for Faulty {
         }
     }
 
-    fn fetch(&mut self, gva: Gva) -> Completed<u64, PlainError> {
+    fn fetch(&mut self, gva: Gva) -> Result<u64, CpuError> {
         if self.fault == Fault::NoExecute { self.cpu.read(gva) } else { self.cpu.fetch(gva) }
     }
 
@@ -65,44 +65,34 @@ impl KernelGuestCpu for Faulty {
         });
     }
 
-    fn mov_to_cr0(&mut self, value: u64) -> Completed<(), PlainError> {
-        self.cpu.mov_to_cr0(value)
-    }
-
-    fn mov_to_cr3(&mut self, value: u64) -> Completed<(), PlainError> {
-        match self.fault {
-            Fault::FlushOfCr3 => {
+    fn write_register(&mut self, register: PagingRegister, value: u64) -> Result<(), CpuError> {
+        match (self.fault, register) {
+            (Fault::FlushOfCr3, PagingRegister::Cr3) => {
                 self.cpu.load_cr3_without_flush(value);
                 Ok(())
             }
-            Fault::KeepsNothing if self.pcids == Pcids::On => self.cpu.mov_to_cr3(value & !(1 << 63)),
-            _ => self.cpu.mov_to_cr3(value),
+            (Fault::KeepsNothing, PagingRegister::Cr3) if self.pcids == Pcids::On => {
+                self.cpu.write_register(register, value & !(1 << 63))
+            }
+            // At the start the bit is set; later it is cleared to flush.
+            (Fault::FlushOfCr4, PagingRegister::Cr4) if self.nr_writes != 0 => {
+                assert_eq!(self.cpu.clone().write_register(register, value | CR4_PGE), Ok(()));
+                Ok(())
+            }
+            _ => self.cpu.write_register(register, value),
         }
     }
 
-    fn mov_to_cr4(&mut self, value: u64) -> Completed<(), PlainError> {
-        // At the start the bit is set; later it is cleared to flush.
-        if self.fault == Fault::FlushOfCr4 && self.nr_writes != 0 {
-            assert_eq!(self.cpu.clone().mov_to_cr4(value | CR4_PGE), Ok(()));
-            return Ok(());
-        }
-        self.cpu.mov_to_cr4(value)
-    }
-
-    fn write_efer(&mut self, value: u64) -> Completed<(), PlainError> {
-        self.cpu.write_efer(value)
-    }
-
-    fn invlpg(&mut self, gva: Gva) -> Completed<(), PlainError> {
+    fn invlpg(&mut self, gva: Gva) -> Result<(), CpuError> {
         if self.fault == Fault::Invlpg { Ok(()) } else { self.cpu.invlpg(gva) }
     }
 
-    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Completed<(), PlainError> {
+    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<(), CpuError> {
         if self.fault == Fault::Invpcid(kind) { Ok(()) } else { self.cpu.invpcid(kind, descriptor) }
     }
 }
 
-fn run(config: KernelConfig, fault: Fault) -> Result<(), KernelError<PlainError>> {
+fn run(config: KernelConfig, fault: Fault) -> Result<(), KernelError> {
     let kernel = Kernel::new(config).unwrap();
     let cpu = PlainCpu::new(PlainMemory::new(config.memory_bytes()));
     let cpu = Faulty { cpu, fault, pcids: config.pcids, privilege: Privilege::Supervisor, nr_writes: 0 };
@@ -113,14 +103,14 @@ fn run(config: KernelConfig, fault: Fault) -> Result<(), KernelError<PlainError>
     cpu.shut_down().map(|_| ())
 }
 
-fn is_stale(error: &KernelError<PlainError>) -> bool {
+fn is_stale(error: &KernelError) -> bool {
     // A translation was used, or prevented an access, after its page was unmapped.
     matches!(
         error,
         KernelError::WrongValue { .. }
             | KernelError::NoFault { .. }
             | KernelError::WrongFault { .. }
-            | KernelError::Access { trap: Trap::PageFault { .. }, .. }
+            | KernelError::Access { error: CpuError::Guest(GuestFault::Page { .. }), .. }
             | KernelError::WrongEntry { .. }
     )
 }

@@ -7,7 +7,6 @@ use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
 use super::tests::CONFIGS;
 use super::*;
 use crate::hardware::commit::{FlushDomain, Port};
-use crate::hardware::cpu::CpuError;
 use crate::hardware::shadow_cpu::ShadowCpu;
 use crate::hardware::tlb::Geometry;
 use crate::memory::{Backing, BackingKind};
@@ -35,7 +34,7 @@ fn start(
     vm: &Machine,
     kernel: &Arc<Kernel>,
     vcpu: u16,
-) -> Result<KernelCpu<ShadowCpu<Vcpu<MachineHost, Npt>>>, KernelError<CpuError>> {
+) -> Result<KernelCpu<ShadowCpu<Vcpu<MachineHost, Npt>>>, KernelError> {
     let port = Port::new(vm.host().flush_domain());
     let cpu = ShadowCpu::new(vm.create_vcpu().unwrap(), port, 1, Geometry::default());
     KernelCpu::start(Arc::clone(kernel), vcpu, cpu)

@@ -66,7 +66,7 @@ impl Memory {
 struct Flat(Arc<Memory>);
 
 impl FaultHandler for Flat {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError> {
+    fn handle_fault(&mut self, Fault { gpa, access, .. }: Fault) -> Result<Outcome, slat::error::FaultError> {
         let gfn = gpa.gfn().0;
         let Some(page) = self.0.pages.get(gfn as usize) else {
             return Ok(Outcome::Exit(Exit::Mmio { gpa, access }));
@@ -75,22 +75,14 @@ impl FaultHandler for Flat {
         self.0.leaf(gfn).store(page.hpa().0 | 5 | writable, Ordering::Release);
         Ok(Outcome::Resume)
     }
-
-    fn log_modifications(&mut self, written: &[Gpa]) {
-        unreachable!("no CPU has a log: {written:?}");
-    }
 }
 
 /// Returns "resume" and does nothing.
 pub(super) struct Idle;
 
 impl FaultHandler for Idle {
-    fn handle_fault(&mut self, _: Gpa, _: Access) -> Result<Outcome, slat::error::FaultError> {
+    fn handle_fault(&mut self, _: Fault) -> Result<Outcome, slat::error::FaultError> {
         Ok(Outcome::Resume)
-    }
-
-    fn log_modifications(&mut self, written: &[Gpa]) {
-        unreachable!("no CPU has a log: {written:?}");
     }
 }
 

@@ -22,13 +22,9 @@ struct Entries {
 struct Spurious;
 
 impl FaultHandler for Spurious {
-    fn handle_fault(&mut self, gpa: Gpa, _: Access) -> Result<Outcome, slat::error::FaultError> {
-        flush_local(gpa);
+    fn handle_fault(&mut self, fault: Fault) -> Result<Outcome, slat::error::FaultError> {
+        flush_local(fault.gpa);
         Ok(Outcome::Resume)
-    }
-
-    fn log_modifications(&mut self, written: &[Gpa]) {
-        unreachable!("no CPU has a log: {written:?}");
     }
 }
 

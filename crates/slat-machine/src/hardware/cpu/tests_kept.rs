@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use slat::format::{Format, Npt, Stage2, Sv39x4, Sv48x4, Sv57x4};
-use slat::{Access, Config, GfnRange, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
+use slat::{Config, GfnRange, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vm};
 
 use super::*;
 use crate::hardware::commit::FlushDomain;
@@ -22,7 +22,7 @@ struct Engine<F: Format> {
 }
 
 impl<F: Format> FaultHandler for Engine<F> {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError> {
+    fn handle_fault(&mut self, Fault { gpa, access, .. }: Fault) -> Result<Outcome, slat::error::FaultError> {
         self.faults_left = self.faults_left.checked_sub(1).ok_or(slat::error::FaultError::Busy { gpa })?;
         let outcome = self.vcpu.handle_fault(gpa, access);
         if !self.flushes {

@@ -147,12 +147,9 @@ pub(super) struct Engine<F: Format> {
 }
 
 impl<F: Format> FaultHandler for Engine<F> {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, FaultError> {
+    fn handle_fault(&mut self, Fault { gpa, access, .. }: Fault) -> Result<Outcome, FaultError> {
         self.faults_left = self.faults_left.checked_sub(1).ok_or(FaultError::Busy { gpa })?;
         self.vcpu.handle_fault(gpa, access)
-    }
-    fn log_modifications(&mut self, written: &[Gpa]) {
-        unreachable!("no CPU has a log: {written:?}");
     }
 }
 

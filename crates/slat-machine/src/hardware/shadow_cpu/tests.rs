@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 use slat::error::FaultError;
-use slat::shadow::PagingRegister;
+use slat::shadow::PagingRegister::Cr3;
 use slat::{Gfn, GfnRange};
 
 use super::*;
@@ -46,16 +46,10 @@ pub(super) fn at_in_five_levels(n: u64) -> Gva {
 }
 
 /// A call of the hypervisor.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Call {
     Entry,
-    WriteRegister(PagingRegister, u64),
-    SetRegisters(PagingRegisters),
-    LoadCr3(u64),
-    Invlpg(Gva),
-    Invpcid(u64, [u64; 2]),
-    Fault(Gva, GuestAccess),
-    Write(Gpa, Vec<u8>),
+    Exit(ShadowExit),
 }
 
 /// Its answer.
@@ -154,27 +148,6 @@ impl World {
 
 pub(super) struct Hypervisor(Arc<World>);
 
-impl Hypervisor {
-    fn answer(&self, call: Call) -> Result<Outcome, FaultError> {
-        let mut script = self.0.script();
-        let is_fault = matches!(call, Call::Fault(..));
-        script.calls.push(call.clone());
-        match (script.answers.pop_front(), call) {
-            (Some(Answer::Exit(exit)), _) => Ok(Outcome::Exit(exit)),
-            (Some(Answer::Fail(error)), _) => Err(error),
-            (Some(Answer::Map(page, entry)), _) => {
-                self.0.set(0, 1, page, entry);
-                Ok(Outcome::Resume)
-            }
-            (None, Call::Fault(gva, _)) => Ok(Outcome::Exit(Exit::PageFault { gva, error_code: 1 << 7 })),
-            (None, _) => {
-                assert!(!is_fault);
-                Ok(Outcome::Resume)
-            }
-        }
-    }
-}
-
 impl ShadowHandler for Hypervisor {
     fn entry(&mut self) -> Result<GuestEntry, FaultError> {
         let mut script = self.0.script();
@@ -184,33 +157,19 @@ impl ShadowHandler for Hypervisor {
         Ok(entry)
     }
 
-    fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, FaultError> {
-        self.answer(Call::WriteRegister(register, value))
-    }
-
-    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), FaultError> {
-        assert_eq!(self.answer(Call::SetRegisters(registers))?, Outcome::Resume);
-        Ok(())
-    }
-
-    fn load_cr3(&mut self, value: u64) -> Result<Outcome, FaultError> {
-        self.answer(Call::LoadCr3(value))
-    }
-
-    fn invlpg(&mut self, gva: Gva) -> Result<Outcome, FaultError> {
-        self.answer(Call::Invlpg(gva))
-    }
-
-    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, FaultError> {
-        self.answer(Call::Invpcid(kind, descriptor))
-    }
-
-    fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, FaultError> {
-        self.answer(Call::Fault(gva, access))
-    }
-
-    fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, FaultError> {
-        self.answer(Call::Write(gpa, bytes.to_vec()))
+    fn handle_exit(&mut self, exit: ShadowExit) -> Result<Outcome, FaultError> {
+        let mut script = self.0.script();
+        script.calls.push(Call::Exit(exit));
+        match (script.answers.pop_front(), exit) {
+            (Some(Answer::Exit(exit)), _) => Ok(Outcome::Exit(exit)),
+            (Some(Answer::Fail(error)), _) => Err(error),
+            (Some(Answer::Map(page, entry)), _) => {
+                self.0.set(0, 1, page, entry);
+                Ok(Outcome::Resume)
+            }
+            (None, ShadowExit::PageFault(gva, _)) => Ok(Outcome::Exit(Exit::PageFault { gva, error_code: 1 << 7 })),
+            (None, _) => Ok(Outcome::Resume),
+        }
     }
 }
 
@@ -383,7 +342,7 @@ fn a_flush_drops_its_translations_and_no_others() {
     assert_eq!(local(LocalFlush::All), none);
     // Not even the guest's own instructions: the hypervisor decides their effect.
     let instructions = stale_after(|_, cpu| {
-        assert_eq!((cpu.invlpg(at(0)), cpu.mov_to_cr3(0), cpu.invpcid(2, [0; 2])), (Ok(()), Ok(()), Ok(())));
+        assert_eq!((cpu.invlpg(at(0)), cpu.write_register(Cr3, 0), cpu.invpcid(2, [0; 2])), (Ok(()), Ok(()), Ok(())));
     });
     assert_eq!(instructions, all);
     // Flushes of the domain, of any range.
