@@ -37,7 +37,7 @@ pub(super) fn can(mode: PagingMode) -> bool {
     if !mode.uses_userfaultfd() {
         return true;
     }
-    match crate::paging::Userfaultfd::new() {
+    match slat_userfaultfd::Userfaultfd::available() {
         Ok(_) => true,
         Err(error) => {
             println!("skipped: {error}");
