@@ -12,6 +12,7 @@ use slat::{Gfn, GfnRange};
 
 use super::*;
 use crate::hardware::commit::FlushDomain;
+use crate::hardware::walk::tests::Page;
 
 pub(super) const PRESENT: u64 = 1;
 pub(super) const RW: u64 = 2;
@@ -21,15 +22,6 @@ pub(super) const D: u64 = 1 << 6;
 pub(super) const PS: u64 = 1 << 7;
 pub(super) const NX: u64 = 1 << 63;
 const LINK: u64 = PRESENT | RW | US;
-
-#[repr(align(4096))]
-struct Table([AtomicU64; 512]);
-
-impl Table {
-    fn hpa(&self) -> Hpa {
-        phys::hpa_of(self.0.as_ptr())
-    }
-}
 
 /// Indexes 1 (of level 5), 2, 3, 4, and 5 plus the page's number.
 const INDEXES: [u64; 5] = [5, 4, 3, 2, 1];
@@ -72,8 +64,8 @@ pub(super) struct Script {
 
 /// Two address spaces, with page tables of five levels each, and the pages that they map.
 pub(super) struct World {
-    spaces: [[Table; 5]; 2],
-    data: [Table; NR_PAGES],
+    spaces: [[Page; 5]; 2],
+    data: [Page; NR_PAGES],
     pub(super) domain: Arc<FlushDomain>,
     script: Mutex<Script>,
 }
@@ -82,11 +74,10 @@ impl World {
     /// All pages are mapped, writable, for the user, in both spaces: in the second in reverse
     /// order.
     pub(super) fn new() -> Arc<World> {
-        let table = || Table([const { AtomicU64::new(0) }; 512]);
         let entry = GuestEntry { root: Hpa(0), levels: 4, pcid: 1, flush: LocalFlush::None };
         let world = Arc::new(World {
-            spaces: std::array::from_fn(|_| std::array::from_fn(|_| table())),
-            data: std::array::from_fn(|_| table()),
+            spaces: std::array::from_fn(|_| std::array::from_fn(|_| Page::new())),
+            data: std::array::from_fn(|_| Page::new()),
             domain: Arc::new(FlushDomain::waiting()),
             script: Mutex::new(Script { entry, calls: vec![], answers: VecDeque::new() }),
         });
