@@ -7,7 +7,7 @@ use slat::baselines::Locking;
 use slat::format::Npt;
 use slat::shadow::ShadowStrategy;
 use slat::stats::Stats;
-use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
+use slat::{Config, Gpa, Vcpu, Vm};
 use slat_machine::guest_os::{self, Kernel, KernelCpu, KernelError, Pcids, WorkloadMix};
 use slat_machine::hardware::commit::{FlushDomain, FlushMethod, Port};
 use slat_machine::hardware::shadow_cpu::{ShadowCpu, ShadowCpuCounters};
@@ -47,14 +47,7 @@ impl ShadowMachine {
         let locking = if strategy == ShadowStrategy::Baseline { Locking::Exclusive } else { Locking::None };
         let config = Config::default().with_locking(locking);
         let vm = Arc::new(Vm::with_shadow_paging(host, config, args.shadow_paging(strategy))?);
-        vm.set_user_memory_region(MemoryRegion {
-            slot: 0,
-            flags: MemoryRegionFlags::empty(),
-            guest_phys_addr: Gpa(0),
-            memory_size: size_bytes,
-            backing: Some(BackingSlice { backing: memory.clone(), offset_bytes: 0 }),
-            userfault_bitmap: None,
-        })?;
+        vm.set_user_memory_region(BackingSlice::region(0, Gpa(0), &memory))?;
         Ok(ShadowMachine { vm, memory, flush_domain })
     }
 

@@ -2,7 +2,7 @@
 
 use slat::format::Npt;
 use slat::shadow::{ShadowPaging, ShadowStrategy};
-use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
+use slat::{Gpa, Vcpu, Vm};
 
 use super::tests::CONFIGS;
 use super::*;
@@ -18,15 +18,7 @@ fn machine(config: &KernelConfig, shadow: ShadowPaging) -> Machine {
     let host = MachineHost::new(Arc::new(FlushDomain::new()), 1 << 16).unwrap();
     let vm = Arc::new(Vm::with_shadow_paging(host, slat::Config::default(), shadow).unwrap());
     let backing = Backing::new(BackingKind::Anonymous, config.memory_bytes()).unwrap();
-    vm.set_user_memory_region(MemoryRegion {
-        slot: 0,
-        flags: MemoryRegionFlags::empty(),
-        guest_phys_addr: Gpa(0),
-        memory_size: config.memory_bytes(),
-        backing: Some(BackingSlice { backing, offset_bytes: 0 }),
-        userfault_bitmap: None,
-    })
-    .unwrap();
+    vm.set_user_memory_region(BackingSlice::region(0, Gpa(0), &backing)).unwrap();
     vm
 }
 

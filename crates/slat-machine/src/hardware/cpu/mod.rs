@@ -40,8 +40,6 @@ mod tests_attributes;
 #[cfg(test)]
 mod tests_conflict;
 #[cfg(test)]
-mod tests_kept;
-#[cfg(test)]
 mod tests_log;
 #[cfg(test)]
 mod tests_moves;

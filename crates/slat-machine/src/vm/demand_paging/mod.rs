@@ -208,14 +208,9 @@ impl<F: HardwareFormat> DemandPaging<F> {
 
     fn make_slot(&self) -> Result<(), DemandPagingError> {
         let size_bytes = self.layout.nr_pages << Gfn::SHIFT;
-        self.vm.set_user_memory_region(MemoryRegion {
-            slot: SLOT,
-            flags: self.flags(),
-            guest_phys_addr: REGION_GPA,
-            memory_size: size_bytes,
-            backing: Some(BackingSlice { backing: self.memory.clone(), offset_bytes: 0 }),
-            userfault_bitmap: self.bitmap(),
-        })?;
+        let region = BackingSlice::region(SLOT, REGION_GPA, &self.memory);
+        let (flags, userfault_bitmap) = (self.flags(), self.bitmap());
+        self.vm.set_user_memory_region(MemoryRegion { flags, userfault_bitmap, ..region })?;
         if self.memory.guest_memfd().is_some() {
             self.vm.set_memory_attributes(REGION_GPA, size_bytes, MemoryAttributes::PRIVATE)?;
         }
