@@ -1,4 +1,5 @@
-//! The walkers of second stages and of shadow page tables, on page tables built by hand, against the manuals (`tests_manuals.rs`).
+//! The walkers of second stages and of shadow page tables, on page tables built by hand, against
+//! the manuals (`tests_manuals.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -11,8 +11,8 @@ use crate::hardware::tlb::Rights;
 
 const FETCHES: [Access; 2] = [Access::Execute, Access::ExecuteUser];
 
-/// What a read finds of the leaf with these bits of `level`, and which fetches it allows. `None`: it
-/// is misconfigured.
+/// What a read finds of the leaf with these bits of `level`, and which fetches it allows. `None`:
+/// it is misconfigured.
 fn found(manual: &Manual, level: u8, bits: u64, features: CpuFeatures) -> Option<(Rights, Memory)> {
     let mut way = Way::new(manual, level, leaf_with(manual, level, bits));
     way.processor.features = features;

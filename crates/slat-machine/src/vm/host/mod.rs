@@ -82,7 +82,8 @@ impl BackingSlice {
     }
 }
 
-/// What a test's host has from the [`MachineHost`] in its field `$inner`: page-table pages and time.
+/// What a test's host has from the [`MachineHost`] in its field `$inner`: page-table pages and
+/// time.
 #[cfg(test)]
 macro_rules! machine_tables {
     ($inner:tt) => {
