@@ -4,7 +4,8 @@
 //! The kernel is tested on it first, and its behaviour under shadow paging is compared with that on
 //! this CPU. It never evicts anything, so that every missing flush of the kernel shows. It caches
 //! translations, of 4 KiB, and directory entries of level 2 (*paging-structure caches*), both by
-//! PCID; a page fault drops what it has for the address.
+//! PCID; a page fault drops what it has for the address. Tests of the kernel's checks have it leave
+//! out a rule ([`Fault`]).
 //!
 //! Sources: Intel SDM vol. 3A, "4-level paging", "Access rights", "Page-fault exceptions",
 //! "Process-Context Identifiers", "Invalidation of TLBs and paging-structure caches".
@@ -68,9 +69,30 @@ impl Context {
     }
 }
 
+/// What a CPU leaves out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fault {
+    Nothing,
+    Invlpg,
+    FlushOfCr3,
+    /// Of this type.
+    Invpcid(u64),
+    /// Once user mode has written: at the start the register is set, later it flushes.
+    FlushOfCr4,
+    NoExecute,
+    Smap,
+    /// Flushes more than it must: this one is correct.
+    KeepsNothing,
+    /// One of so many writes of user mode.
+    LosesWrites(u64),
+}
+
 /// The CPU. Clones have the same memory.
 #[derive(Clone, Debug)]
 pub struct PlainCpu {
+    pub(super) fault: Fault,
+    /// Writes of user mode.
+    nr_writes: u64,
     memory: PlainMemory,
     privilege: Privilege,
     cr0: u64,
@@ -86,6 +108,8 @@ impl PlainCpu {
     /// After reset: paging is off.
     pub fn new(memory: PlainMemory) -> PlainCpu {
         PlainCpu {
+            fault: Fault::Nothing,
+            nr_writes: 0,
             memory,
             privilege: Privilege::Supervisor,
             cr0: 0,
@@ -117,14 +141,16 @@ impl PlainCpu {
         let privilege = match (self.privilege, access) {
             (Privilege::User, _) => is_user_page,
             (_, Access::Execute | Access::ExecuteUser) => !is_user_page || self.cr4 & CR4_SMEP == 0,
-            (Privilege::Supervisor, _) => !is_user_page || self.cr4 & CR4_SMAP == 0,
+            (Privilege::Supervisor, _) => !is_user_page || self.cr4 & CR4_SMAP == 0 || self.fault == Fault::Smap,
             (Privilege::SupervisorWithAc, _) => true,
         };
         privilege
             && match access {
                 Access::Read => true,
                 Access::Write => rights & WRITABLE != 0,
-                Access::Execute | Access::ExecuteUser => rights & NO_EXECUTE == 0 || self.efer & EFER_NXE == 0,
+                Access::Execute | Access::ExecuteUser => {
+                    rights & NO_EXECUTE == 0 || self.efer & EFER_NXE == 0 || self.fault == Fault::NoExecute
+                }
             }
     }
 
@@ -210,16 +236,11 @@ impl PlainCpu {
             return Err(GuestFault::GeneralProtection.into());
         }
         self.cr3 = value & !CR3_NO_FLUSH;
-        if !keeps {
+        if (!keeps || self.fault == Fault::KeepsNothing) && self.fault != Fault::FlushOfCr3 {
             let pcid = self.pcid();
             self.contexts.remove(&pcid);
         }
         Ok(())
-    }
-
-    /// A load of CR3 by a CPU that omits the flush.
-    pub(super) fn load_cr3_without_flush(&mut self, value: u64) {
-        self.cr3 = value & !CR3_NO_FLUSH;
     }
 }
 
@@ -229,7 +250,14 @@ impl KernelGuestCpu for PlainCpu {
     }
 
     fn write(&mut self, gva: Gva, value: u64) -> Result<(), CpuError> {
-        self.translate(gva, Access::Write)?.store(value, Ordering::Release);
+        let is_users = self.privilege == Privilege::User;
+        self.nr_writes += u64::from(is_users);
+        let is_lost =
+            is_users && matches!(self.fault, Fault::LosesWrites(every) if self.nr_writes.is_multiple_of(every));
+        let word = self.translate(gva, Access::Write)?;
+        if !is_lost {
+            word.store(value, Ordering::Release);
+        }
         Ok(())
     }
 
@@ -251,6 +279,9 @@ impl KernelGuestCpu for PlainCpu {
                     return Err(GuestFault::GeneralProtection.into());
                 }
                 self.cr4 = value;
+                if self.fault == Fault::FlushOfCr4 && self.nr_writes != 0 {
+                    return Ok(());
+                }
             }
             PagingRegister::Efer => {
                 self.efer = value;
@@ -263,6 +294,9 @@ impl KernelGuestCpu for PlainCpu {
 
     fn invlpg(&mut self, gva: Gva) -> Result<(), CpuError> {
         self.privileged()?;
+        if self.fault == Fault::Invlpg {
+            return Ok(());
+        }
         let page = gva.0 >> Gfn::SHIFT;
         self.globals.remove(&page);
         let context = self.context();
@@ -277,6 +311,7 @@ impl KernelGuestCpu for PlainCpu {
             return Err(GuestFault::GeneralProtection.into());
         }
         match kind {
+            _ if self.fault == Fault::Invpcid(kind) => {}
             INVPCID_ADDRESS if !matches!(address as i64 >> 47, 0 | -1) => {
                 return Err(GuestFault::GeneralProtection.into());
             }
