@@ -36,11 +36,11 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
 
 use slat::format::{Hardware, LeafAttributes};
-use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, Outcome};
+use slat::{Gfn, GfnRange, Gpa, Hpa, Level, Outcome};
 use slat_machine::hardware::commit::{FlushDomain, Port};
 use slat_machine::hardware::cpu::{Cpu, FaultHandler, flush_local};
 use slat_machine::hardware::tlb::Geometry;
-use slat_machine::hardware::walk::HardwareFormat;
+use slat_machine::hardware::walk::{Fault, HardwareFormat};
 use slat_machine::memory::Backing;
 use slat_machine::memory::phys;
 
@@ -242,7 +242,7 @@ impl<F: HardwareFormat> PeerVm<F> {
 struct PeerVcpu<F>(Arc<PeerVm<F>>);
 
 impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
-    fn handle_fault(&mut self, gpa: Gpa, _access: Access) -> Result<Outcome, slat::error::FaultError> {
+    fn handle_fault(&mut self, Fault { gpa, .. }: Fault) -> Result<Outcome, slat::error::FaultError> {
         let vm = &*self.0;
         let page = page(gpa);
         let guard = vm.slots.enter();
@@ -257,9 +257,6 @@ impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
         }
         Ok(Outcome::Resume)
     }
-
-    // The CPU has no modification log.
-    fn log_modifications(&mut self, _written: &[Gpa]) {}
 }
 
 struct PeerGuest<F: HardwareFormat> {

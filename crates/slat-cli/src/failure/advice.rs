@@ -114,10 +114,7 @@ pub(super) fn of_request(error: &RequestError) -> &'static str {
 
 fn of_userfaultfd(error: &UserfaultfdError) -> &'static str {
     match error {
-        UserfaultfdError::Open(_) | UserfaultfdError::MissingFeature { .. } | UserfaultfdError::MissingIoctl { .. } => {
-            NO_USERFAULTFD
-        }
-        UserfaultfdError::MinorNeedsShared { .. } => "choose -s shmem",
+        UserfaultfdError::Open(_) => NO_USERFAULTFD,
         // One descriptor for each vCPU may exceed the limit.
         UserfaultfdError::System { .. } => "raise `ulimit -n`, or choose one descriptor (--single-uffd)",
         _ => REPORT,

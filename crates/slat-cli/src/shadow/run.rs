@@ -7,10 +7,9 @@ use slat::baselines::Locking;
 use slat::format::Npt;
 use slat::shadow::ShadowStrategy;
 use slat::stats::Stats;
-use slat::{Config, Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
+use slat::{Config, Gpa, Vcpu, Vm};
 use slat_machine::guest_os::{self, Kernel, KernelCpu, KernelError, Pcids, WorkloadMix};
 use slat_machine::hardware::commit::{FlushDomain, FlushMethod, Port};
-use slat_machine::hardware::cpu::CpuError;
 use slat_machine::hardware::shadow_cpu::{ShadowCpu, ShadowCpuCounters};
 use slat_machine::hardware::tlb::Geometry;
 use slat_machine::linux::clock::{run_delay_ns, timestamp_ns};
@@ -48,14 +47,7 @@ impl ShadowMachine {
         let locking = if strategy == ShadowStrategy::Baseline { Locking::Exclusive } else { Locking::None };
         let config = Config::default().with_locking(locking);
         let vm = Arc::new(Vm::with_shadow_paging(host, config, args.shadow_paging(strategy))?);
-        vm.set_user_memory_region(MemoryRegion {
-            slot: 0,
-            flags: MemoryRegionFlags::empty(),
-            guest_phys_addr: Gpa(0),
-            memory_size: size_bytes,
-            backing: Some(BackingSlice { backing: memory.clone(), offset_bytes: 0 }),
-            userfault_bitmap: None,
-        })?;
+        vm.set_user_memory_region(BackingSlice::region(0, Gpa(0), &memory))?;
         Ok(ShadowMachine { vm, memory, flush_domain })
     }
 
@@ -185,7 +177,7 @@ fn measure(
     nr_steps: u64,
     seed: u64,
     clock_ns: f64,
-) -> Result<VcpuRun, KernelError<CpuError>> {
+) -> Result<VcpuRun, KernelError> {
     let (cpu, spent) = {
         let cpu = guest.cpu_mut();
         (cpu.counters(), cpu.handler().spent())
@@ -227,7 +219,7 @@ fn on_threads<I: Send, O: Send>(
     })
 }
 
-fn failed(vcpu: u16, error: &KernelError<CpuError>) -> Failure {
+fn failed(vcpu: u16, error: &KernelError) -> Failure {
     check_failed(format_args!("vCPU {vcpu}: {error}"))
 }
 

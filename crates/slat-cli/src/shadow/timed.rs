@@ -1,9 +1,9 @@
 //! The engine's fault handler of a CPU, with a clock around each call.
 
+use slat::Outcome;
 use slat::error::FaultError;
-use slat::shadow::{GuestAccess, GuestEntry, Gva, PagingRegister, PagingRegisters};
-use slat::{Gpa, Outcome};
-use slat_machine::hardware::shadow_cpu::ShadowHandler;
+use slat::shadow::GuestEntry;
+use slat_machine::hardware::shadow_cpu::{ShadowExit, ShadowHandler};
 use slat_machine::linux::clock::timestamp_ns;
 
 /// A handler whose calls are timed.
@@ -53,32 +53,8 @@ impl<V: ShadowHandler> ShadowHandler for Timed<V> {
         self.time(V::entry)
     }
 
-    fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, FaultError> {
-        self.time(|handler| handler.write_paging_register(register, value))
-    }
-
-    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), FaultError> {
-        self.time(|handler| handler.set_paging_registers(registers))
-    }
-
-    fn load_cr3(&mut self, value: u64) -> Result<Outcome, FaultError> {
-        self.time(|handler| handler.load_cr3(value))
-    }
-
-    fn invlpg(&mut self, gva: Gva) -> Result<Outcome, FaultError> {
-        self.time(|handler| handler.invlpg(gva))
-    }
-
-    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, FaultError> {
-        self.time(|handler| handler.invpcid(kind, descriptor))
-    }
-
-    fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, FaultError> {
-        self.time(|handler| handler.handle_page_fault(gva, access))
-    }
-
-    fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, FaultError> {
-        self.time(|handler| handler.write_guest_table(gpa, bytes))
+    fn handle_exit(&mut self, exit: ShadowExit) -> Result<Outcome, FaultError> {
+        self.time(|handler| handler.handle_exit(exit))
     }
 }
 

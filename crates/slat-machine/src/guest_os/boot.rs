@@ -1,12 +1,12 @@
 //! The boot of the kernel: the first CPU writes the image with paging off, then each turns paging
 //! on.
 
-use slat::shadow::{Gva, Privilege};
+use slat::shadow::{Gva, PagingRegister, Privilege};
 use slat::{Access, PAGE_SIZE};
 
 use super::KernelConfig;
 use super::cpu::{
-    CR0_PE, CR0_PG, CR0_WP, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, EFER_LME, EFER_NXE, KernelGuestCpu, Trap,
+    CR0_PE, CR0_PG, CR0_WP, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, EFER_LME, EFER_NXE, KernelGuestCpu,
 };
 use super::error::KernelError;
 use super::frames::GuestFrame;
@@ -47,13 +47,13 @@ struct Builder<'a, C> {
 }
 
 impl<C: KernelGuestCpu> Builder<'_, C> {
-    fn write(&mut self, gpa: u64, value: u64) -> Result<(), KernelError<C::Error>> {
+    fn write(&mut self, gpa: u64, value: u64) -> Result<(), KernelError> {
         let gva = Gva(gpa);
-        self.cpu.write(gva, value).map_err(|trap| KernelError::Access {
+        self.cpu.write(gva, value).map_err(|error| KernelError::Access {
             gva,
             access: Access::Write,
             privilege: Privilege::Supervisor,
-            trap,
+            error,
         })
     }
 
@@ -63,12 +63,12 @@ impl<C: KernelGuestCpu> Builder<'_, C> {
     }
 
     /// Sets the PTE of `gva` in the page-table page at `table` to `entry`.
-    fn set(&mut self, table: u64, level: u8, gva: Gva, entry: u64) -> Result<(), KernelError<C::Error>> {
+    fn set(&mut self, table: u64, level: u8, gva: Gva, entry: u64) -> Result<(), KernelError> {
         self.write(table + 8 * index(gva.0, level), entry)
     }
 
     /// A page-table page of `level - 1` below the one at `table`, for `gva`.
-    fn table(&mut self, table: u64, level: u8, gva: Gva) -> Result<u64, KernelError<C::Error>> {
+    fn table(&mut self, table: u64, level: u8, gva: Gva) -> Result<u64, KernelError> {
         let below = self.page();
         self.set(table, level, gva, below | PRESENT | WRITABLE)?;
         Ok(below)
@@ -76,7 +76,7 @@ impl<C: KernelGuestCpu> Builder<'_, C> {
 }
 
 /// Writes the image. The CPU has paging off; memory is zero.
-pub(crate) fn build<C: KernelGuestCpu>(cpu: &mut C, config: &KernelConfig) -> Result<Image, KernelError<C::Error>> {
+pub(crate) fn build<C: KernelGuestCpu>(cpu: &mut C, config: &KernelConfig) -> Result<Image, KernelError> {
     let mut builder = Builder { cpu, next: IMAGE_TABLES };
     let global = global(config.isolation);
     builder.write(ENTRY_TEXT_PAGE, ENTRY_TEXT_WORD)?;
@@ -116,13 +116,19 @@ pub(crate) fn build<C: KernelGuestCpu>(cpu: &mut C, config: &KernelConfig) -> Re
 }
 
 /// Turns on a CPU's paging, with the idle root: long mode first, then the features that need it.
-pub(crate) fn turn_on<C: KernelGuestCpu>(cpu: &mut C, config: &KernelConfig) -> Result<(), KernelError<C::Error>> {
-    let failed =
-        |instruction, operand| move |trap: Trap<C::Error>| KernelError::Instruction { instruction, operand, trap };
-    let (efer, cr0, cr4) = (EFER_LME | EFER_NXE, CR0_PE | CR0_WP | CR0_PG, cr4(config));
-    cpu.mov_to_cr4(CR4_PAE).map_err(failed("MOV to CR4", CR4_PAE))?;
-    cpu.mov_to_cr3(IDLE_ROOT).map_err(failed("MOV to CR3", IDLE_ROOT))?;
-    cpu.write_efer(efer).map_err(failed("WRMSR to EFER", efer))?;
-    cpu.mov_to_cr0(cr0).map_err(failed("MOV to CR0", cr0))?;
-    cpu.mov_to_cr4(cr4).map_err(failed("MOV to CR4", cr4))
+pub(crate) fn turn_on<C: KernelGuestCpu>(cpu: &mut C, config: &KernelConfig) -> Result<(), KernelError> {
+    write_register(cpu, PagingRegister::Cr4, CR4_PAE)?;
+    write_register(cpu, PagingRegister::Cr3, IDLE_ROOT)?;
+    write_register(cpu, PagingRegister::Efer, EFER_LME | EFER_NXE)?;
+    write_register(cpu, PagingRegister::Cr0, CR0_PE | CR0_WP | CR0_PG)?;
+    write_register(cpu, PagingRegister::Cr4, cr4(config))
+}
+
+/// A write of a register that must complete.
+pub(crate) fn write_register<C: KernelGuestCpu>(
+    cpu: &mut C,
+    register: PagingRegister,
+    value: u64,
+) -> Result<(), KernelError> {
+    cpu.write_register(register, value).map_err(|error| KernelError::Register { register, value, error })
 }

@@ -4,20 +4,21 @@
 use std::sync::Arc;
 
 use slat::Access;
-use slat::shadow::{Gva, Privilege};
+use slat::shadow::{Gva, PagingRegister, Privilege};
 
 use super::address_space::{AddressSpace, gva_of};
 use super::asid::{Asids, Switch};
-use super::boot::{cr4, turn_on};
+use super::boot::{cr4, turn_on, write_register};
 use super::counters::KernelCounters;
 use super::cpu::{
-    CR3_NO_FLUSH, CR3_PCID, CR4_PGE, Completed, INVPCID_ADDRESS, INVPCID_ALL, INVPCID_ALL_NON_GLOBAL, INVPCID_CONTEXT,
+    CR3_NO_FLUSH, CR3_PCID, CR4_PGE, INVPCID_ADDRESS, INVPCID_ALL, INVPCID_ALL_NON_GLOBAL, INVPCID_CONTEXT,
     KernelGuestCpu,
 };
 use super::error::KernelError;
 use super::frames::GuestFrame;
 use super::layout::{ENTRY_TEXT_GVA, ENTRY_TEXT_WORD, IDLE_ROOT, TEXT_GVA, TEXT_WORD, direct, entry_data};
 use super::{Isolation, Kernel, Pcids};
+use crate::hardware::cpu::CpuError;
 
 /// More pages than this are not flushed one by one.
 const MAX_PAGE_FLUSHES: usize = 33;
@@ -56,7 +57,7 @@ pub(crate) struct Core<C> {
 
 impl<C: KernelGuestCpu> Core<C> {
     /// Turns paging on; the CPU is in the kernel, with no address space.
-    pub(crate) fn start(kernel: Arc<Kernel>, vcpu: u16, mut cpu: C) -> Result<Core<C>, KernelError<C::Error>> {
+    pub(crate) fn start(kernel: Arc<Kernel>, vcpu: u16, mut cpu: C) -> Result<Core<C>, KernelError> {
         let kernel_map_table = kernel.boot(vcpu, &mut cpu)?;
         let config = kernel.config();
         turn_on(&mut cpu, config)?;
@@ -79,7 +80,7 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// An access of the current privilege.
-    pub(crate) fn access(&mut self, gva: Gva, access: Access, value: u64) -> Completed<u64, C::Error> {
+    pub(crate) fn access(&mut self, gva: Gva, access: Access, value: u64) -> Result<u64, CpuError> {
         match self.privilege {
             Privilege::User => self.counters.user_accesses += 1,
             _ => self.counters.kernel_accesses += 1,
@@ -92,23 +93,23 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// An access that must complete.
-    fn must(&mut self, gva: Gva, access: Access, value: u64) -> Result<u64, KernelError<C::Error>> {
+    fn must(&mut self, gva: Gva, access: Access, value: u64) -> Result<u64, KernelError> {
         let privilege = self.privilege;
-        self.access(gva, access, value).map_err(|trap| KernelError::Access { gva, access, privilege, trap })
+        self.access(gva, access, value).map_err(|error| KernelError::Access { gva, access, privilege, error })
     }
 
     /// Reads the kernel's own memory.
-    pub(crate) fn read(&mut self, gva: Gva) -> Result<u64, KernelError<C::Error>> {
+    pub(crate) fn read(&mut self, gva: Gva) -> Result<u64, KernelError> {
         self.must(gva, Access::Read, 0)
     }
 
     /// Writes the kernel's own memory.
-    pub(crate) fn write(&mut self, gva: Gva, value: u64) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn write(&mut self, gva: Gva, value: u64) -> Result<(), KernelError> {
         self.must(gva, Access::Write, value).map(|_| ())
     }
 
     /// Compares the value that was read with the right one.
-    pub(crate) fn check(&self, gva: Gva, found: u64, expected: u64) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn check(&self, gva: Gva, found: u64, expected: u64) -> Result<(), KernelError> {
         if found == expected {
             return Ok(());
         }
@@ -116,44 +117,42 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// Reads the kernel's own memory, which holds `expected`.
-    pub(crate) fn read_checked(&mut self, gva: Gva, expected: u64) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn read_checked(&mut self, gva: Gva, expected: u64) -> Result<(), KernelError> {
         let found = self.read(gva)?;
         self.check(gva, found, expected)
     }
 
-    fn fetch_checked(&mut self, gva: Gva, expected: u64) -> Result<(), KernelError<C::Error>> {
+    fn fetch_checked(&mut self, gva: Gva, expected: u64) -> Result<(), KernelError> {
         let found = self.must(gva, Access::Execute, 0)?;
         self.check(gva, found, expected)
     }
 
-    pub(crate) fn load_cr3(&mut self, value: u64) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn load_cr3(&mut self, value: u64) -> Result<(), KernelError> {
         self.counters.cr3_loads += 1;
         self.counters.cr3_loads_no_flush += value >> 63;
-        let done = self.cpu.mov_to_cr3(value);
-        done.map_err(|trap| KernelError::Instruction { instruction: "MOV to CR3", operand: value, trap })
+        write_register(&mut self.cpu, PagingRegister::Cr3, value)
     }
 
-    fn write_cr4(&mut self, value: u64) -> Result<(), KernelError<C::Error>> {
+    fn write_cr4(&mut self, value: u64) -> Result<(), KernelError> {
         self.counters.cr4_writes += 1;
-        let done = self.cpu.mov_to_cr4(value);
-        done.map_err(|trap| KernelError::Instruction { instruction: "MOV to CR4", operand: value, trap })
+        write_register(&mut self.cpu, PagingRegister::Cr4, value)
     }
 
-    fn invlpg(&mut self, gva: Gva) -> Result<(), KernelError<C::Error>> {
+    fn invlpg(&mut self, gva: Gva) -> Result<(), KernelError> {
         self.counters.invlpgs += 1;
         let done = self.cpu.invlpg(gva);
-        done.map_err(|trap| KernelError::Instruction { instruction: "INVLPG", operand: gva.0, trap })
+        done.map_err(|error| KernelError::Flush { instruction: "INVLPG", operand: gva.0, error })
     }
 
-    fn invpcid(&mut self, kind: u64, pcid: u64, gva: Gva) -> Result<(), KernelError<C::Error>> {
+    fn invpcid(&mut self, kind: u64, pcid: u64, gva: Gva) -> Result<(), KernelError> {
         self.counters.invpcids += 1;
         let done = self.cpu.invpcid(kind, [pcid, gva.0]);
-        done.map_err(|trap| KernelError::Instruction { instruction: "INVPCID", operand: pcid, trap })
+        done.map_err(|error| KernelError::Flush { instruction: "INVPCID", operand: pcid, error })
     }
 
     /// Enters the kernel from user mode, by a system call or an exception. The entry code saves
     /// `saved`, like the stack pointer, while only the entry area is mapped.
-    pub(crate) fn enter_kernel(&mut self, saved: u64) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn enter_kernel(&mut self, saved: u64) -> Result<(), KernelError> {
         self.counters.kernel_entries += 1;
         self.set_privilege(Privilege::Supervisor);
         self.fetch_checked(ENTRY_TEXT_GVA, ENTRY_TEXT_WORD)?;
@@ -170,7 +169,7 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// Leaves the kernel for user mode of the loaded address space.
-    pub(crate) fn leave_kernel(&mut self) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn leave_kernel(&mut self) -> Result<(), KernelError> {
         if self.kernel.config().isolation == Isolation::On {
             let cr3 = self.asids.take_user_cr3();
             self.load_cr3(cr3)?;
@@ -181,7 +180,7 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// Loads the address space, in the kernel.
-    pub(crate) fn switch_to(&mut self, space: &AddressSpace) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn switch_to(&mut self, space: &AddressSpace) -> Result<(), KernelError> {
         match self.asids.switch(space.id, space.generation, space.root) {
             Switch::Nothing => Ok(()),
             Switch::Load(cr3) => self.load_cr3(cr3),
@@ -189,7 +188,7 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// Flushes all of `space`: no translation may allow more than the page tables any more.
-    pub(crate) fn flush_all(&mut self, space: &mut AddressSpace, how: FlushAll) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn flush_all(&mut self, space: &mut AddressSpace, how: FlushAll) -> Result<(), KernelError> {
         space.generation += 1;
         space.pages.values_mut().for_each(|page| page.may_fault = false);
         // Other CPUs, and this one if the space is not loaded, read the generation when they load
@@ -210,7 +209,7 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// Flushes `pages` of `space`.
-    pub(crate) fn flush_pages(&mut self, space: &mut AddressSpace, pages: &[u64]) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn flush_pages(&mut self, space: &mut AddressSpace, pages: &[u64]) -> Result<(), KernelError> {
         if pages.len() > MAX_PAGE_FLUSHES {
             return self.flush_all(space, FlushAll::Deferred);
         }
@@ -236,11 +235,7 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// Flushes the gathered pages and frees them.
-    pub(crate) fn release(
-        &mut self,
-        space: &mut AddressSpace,
-        gathered: Gathered,
-    ) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn release(&mut self, space: &mut AddressSpace, gathered: Gathered) -> Result<(), KernelError> {
         let Gathered { pages, frames, tables } = gathered;
         if !tables.is_empty() {
             // CPUs cache directory entries, too, even if no page was present below.
@@ -255,7 +250,7 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// Flushes all of the kernel's own translations, on this CPU.
-    pub(crate) fn flush_kernel(&mut self) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn flush_kernel(&mut self) -> Result<(), KernelError> {
         let Kernel { config, .. } = *self.kernel;
         match (config.pcids, config.isolation) {
             (Pcids::On, Isolation::On) => self.invpcid(INVPCID_ALL_NON_GLOBAL, 0, Gva(0)),
@@ -270,14 +265,14 @@ impl<C: KernelGuestCpu> Core<C> {
 
     /// Allocates a frame of which all words are zero that the kernel has not written itself; those
     /// it zeroes, as it zeroes pages.
-    pub(crate) fn zeroed_frame(&mut self) -> Result<GuestFrame, KernelError<C::Error>> {
+    pub(crate) fn zeroed_frame(&mut self) -> Result<GuestFrame, KernelError> {
         let frame = self.kernel.frames.lock().take().ok_or(KernelError::OutOfFrames)?;
         self.zero(frame)?;
         Ok(frame)
     }
 
     /// Zeroes the words of `frame` that pages use, and checks another.
-    pub(crate) fn zero(&mut self, frame: GuestFrame) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn zero(&mut self, frame: GuestFrame) -> Result<(), KernelError> {
         /// Distance of the words: eight in a page.
         const DISTANCE_BYTES: u64 = 512;
         for offset in (0..slat::PAGE_SIZE).step_by(DISTANCE_BYTES as usize) {

@@ -8,8 +8,10 @@
 //! Sources: Intel SDM vol. 2, MOV to control registers, INVLPG, INVPCID; vol. 3A, "Process-Context
 //! Identifiers", "Page-fault exceptions", "Invalidation of TLBs and paging-structure caches".
 
-use slat::shadow::{Gva, Privilege};
-use thiserror::Error;
+use slat::shadow::{Gva, PagingRegister, Privilege};
+
+use crate::hardware::cpu::CpuError;
+use crate::hardware::shadow_cpu::{ShadowCpu, ShadowHandler};
 
 /// CR0: protected mode.
 pub(crate) const CR0_PE: u64 = 1 << 0;
@@ -54,60 +56,62 @@ pub(crate) const ERROR_USER: u32 = 1 << 2;
 /// Page-fault error code, bit 4: a fetch.
 pub(crate) const ERROR_FETCH: u32 = 1 << 4;
 
-/// Why an access or an instruction did not complete.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[expect(missing_docs, reason = "the message names the fields")]
-pub enum Trap<E> {
-    /// #PF: for the kernel itself.
-    #[error("page fault at {gva} with error code {error_code:#x}")]
-    PageFault { gva: Gva, error_code: u32 },
-    /// #GP(0): an operand was bad.
-    #[error("general-protection fault")]
-    GeneralProtection,
-    /// An error of the machine, not of the guest.
-    #[error("the machine failed: {0}")]
-    Machine(E),
-}
-
-/// The result of an access or instruction on a CPU whose machine fails with `E`.
-pub type Completed<T, E> = Result<T, Trap<E>>;
-
 /// A virtual CPU as its guest sees it. After reset: all registers 0 (paging off: a virtual address
 /// is the guest-physical one) and [`Privilege::Supervisor`].
 ///
 /// # Errors
-/// Everything returns a [`Trap`]; nothing has changed then.
+/// [`CpuError::Guest`]: an exception for the kernel. All others, exits to user space included, are
+/// errors of the machine. Nothing has changed then.
 pub trait KernelGuestCpu {
-    /// The error of the machine.
-    type Error: std::error::Error + 'static;
-
     /// Reads 8 aligned bytes.
-    fn read(&mut self, gva: Gva) -> Completed<u64, Self::Error>;
+    fn read(&mut self, gva: Gva) -> Result<u64, CpuError>;
 
     /// Writes 8 aligned bytes.
-    fn write(&mut self, gva: Gva, value: u64) -> Completed<(), Self::Error>;
+    fn write(&mut self, gva: Gva, value: u64) -> Result<(), CpuError>;
 
     /// Fetches 8 aligned bytes of instructions.
-    fn fetch(&mut self, gva: Gva) -> Completed<u64, Self::Error>;
+    fn fetch(&mut self, gva: Gva) -> Result<u64, CpuError>;
 
     /// The privilege of the following accesses: SYSCALL, SYSRET, exceptions, STAC, CLAC.
     fn set_privilege(&mut self, privilege: Privilege);
 
-    /// MOV to CR0.
-    fn mov_to_cr0(&mut self, value: u64) -> Completed<(), Self::Error>;
-
-    /// MOV to CR3; bit 63 keeps what is cached for the PCID, if CR4.PCIDE is set.
-    fn mov_to_cr3(&mut self, value: u64) -> Completed<(), Self::Error>;
-
-    /// MOV to CR4.
-    fn mov_to_cr4(&mut self, value: u64) -> Completed<(), Self::Error>;
-
-    /// WRMSR to IA32_EFER.
-    fn write_efer(&mut self, value: u64) -> Completed<(), Self::Error>;
+    /// MOV to CR0, CR3 or CR4, or WRMSR to IA32_EFER. Of CR3, bit 63 keeps what is cached for the
+    /// PCID, if CR4.PCIDE is set.
+    fn write_register(&mut self, register: PagingRegister, value: u64) -> Result<(), CpuError>;
 
     /// INVLPG.
-    fn invlpg(&mut self, gva: Gva) -> Completed<(), Self::Error>;
+    fn invlpg(&mut self, gva: Gva) -> Result<(), CpuError>;
 
     /// INVPCID of type `kind`; the descriptor is the PCID and the linear address.
-    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Completed<(), Self::Error>;
+    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<(), CpuError>;
+}
+
+impl<V: ShadowHandler> KernelGuestCpu for ShadowCpu<V> {
+    fn read(&mut self, gva: Gva) -> Result<u64, CpuError> {
+        ShadowCpu::read(self, gva)
+    }
+
+    fn write(&mut self, gva: Gva, value: u64) -> Result<(), CpuError> {
+        ShadowCpu::write(self, gva, value)
+    }
+
+    fn fetch(&mut self, gva: Gva) -> Result<u64, CpuError> {
+        ShadowCpu::fetch(self, gva)
+    }
+
+    fn set_privilege(&mut self, privilege: Privilege) {
+        ShadowCpu::set_privilege(self, privilege);
+    }
+
+    fn write_register(&mut self, register: PagingRegister, value: u64) -> Result<(), CpuError> {
+        ShadowCpu::write_register(self, register, value)
+    }
+
+    fn invlpg(&mut self, gva: Gva) -> Result<(), CpuError> {
+        ShadowCpu::invlpg(self, gva)
+    }
+
+    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<(), CpuError> {
+        ShadowCpu::invpcid(self, kind, descriptor)
+    }
 }

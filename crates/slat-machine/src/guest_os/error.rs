@@ -1,10 +1,10 @@
 //! The errors of the mini guest kernel: a CPU whose results differ from the guest's page tables.
 
 use slat::Access;
-use slat::shadow::{Gva, Privilege};
+use slat::shadow::{Gva, PagingRegister, Privilege};
 use thiserror::Error;
 
-use super::cpu::Trap;
+use crate::hardware::cpu::CpuError;
 
 /// Why a kernel's configuration is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
@@ -22,11 +22,11 @@ pub enum KernelConfigError {
     Memory { memory_bytes: u64, max_bytes: u64 },
 }
 
-/// An error that the mini guest kernel found. `E` is the error of the machine.
+/// An error that the mini guest kernel found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "the message names the fields")]
-pub enum KernelError<E> {
+pub enum KernelError {
     /// There is no such virtual CPU.
     #[error("there is no virtual CPU {vcpu}: the kernel was made for {nr_vcpus}")]
     NoVcpu { vcpu: u16, nr_vcpus: u16 },
@@ -40,16 +40,14 @@ pub enum KernelError<E> {
     #[error("no frame is free")]
     OutOfFrames,
     /// An access that must complete did not.
-    #[error("{access:?} at {gva} as {privilege:?}: {trap}")]
-    Access { gva: Gva, access: Access, privilege: Privilege, trap: Trap<E> },
-    /// An instruction that must complete did not.
-    #[error("{instruction} of {operand:#x}: {trap}")]
-    Instruction {
-        instruction: &'static str,
-        /// Its operand: the new value, the address or the PCID.
-        operand: u64,
-        trap: Trap<E>,
-    },
+    #[error("{access:?} at {gva} as {privilege:?}: {error}")]
+    Access { gva: Gva, access: Access, privilege: Privilege, error: CpuError },
+    /// A write of a register that must complete did not.
+    #[error("write of {value:#x} to {register:?}: {error}")]
+    Register { register: PagingRegister, value: u64, error: CpuError },
+    /// A flush that must complete did not: of an address, or of this INVPCID's PCID.
+    #[error("{instruction} of {operand:#x}: {error}")]
+    Flush { instruction: &'static str, operand: u64, error: CpuError },
     /// A read returned another value than that of the page tables: a stale translation, or a lost
     /// or misdirected write.
     #[error("read {found:#x} at {gva} as {privilege:?}: expected {expected:#x}")]

@@ -6,9 +6,11 @@ use slat::shadow::Privilege;
 
 use super::address_space::{AddressSpace, Expected, RegionRights, UserPage, error_code, gva_of};
 use super::core::Core;
-use super::cpu::{ERROR_PRESENT, KernelGuestCpu, Trap};
+use super::cpu::{ERROR_PRESENT, KernelGuestCpu};
 use super::error::KernelError;
 use super::layout::direct;
+use crate::hardware::cpu::CpuError;
+use crate::hardware::walk::guest::GuestFault;
 
 /// An access needs two faults at most: one that is resolved, and one for what a CPU has cached of
 /// each root. More is no progress.
@@ -33,7 +35,7 @@ impl<C: KernelGuestCpu> Core<C> {
         page: u64,
         access: Access,
         privilege: Privilege,
-    ) -> Result<Touched, KernelError<C::Error>> {
+    ) -> Result<Touched, KernelError> {
         let gva = gva_of(page);
         let mark = if access == Access::Write { space.next_mark(page) } else { 0 };
         for _ in 0..MAX_FAULTS {
@@ -47,8 +49,8 @@ impl<C: KernelGuestCpu> Core<C> {
                     }
                     return Ok(Touched::Completed);
                 }
-                Err(Trap::PageFault { gva, error_code }) => (gva, error_code),
-                Err(trap) => return Err(KernelError::Access { gva, access, privilege, trap }),
+                Err(CpuError::Guest(GuestFault::Page { gva, error_code })) => (gva, error_code),
+                Err(error) => return Err(KernelError::Access { gva, access, privilege, error }),
             };
             let called_for = match expected {
                 Expected::Fault(code) => Some(code),
@@ -88,7 +90,7 @@ impl<C: KernelGuestCpu> Core<C> {
         access: Access,
         privilege: Privilege,
         (value, expected): (u64, Expected),
-    ) -> Result<(), KernelError<C::Error>> {
+    ) -> Result<(), KernelError> {
         let gva = gva_of(page);
         match (expected, space.pages.get_mut(&page)) {
             (Expected::Fault(expected), _) => Err(KernelError::NoFault { gva, access, privilege, expected }),
@@ -112,30 +114,26 @@ impl<C: KernelGuestCpu> Core<C> {
         access: Access,
         privilege: Privilege,
         expected: u32,
-    ) -> Result<(), KernelError<C::Error>> {
+    ) -> Result<(), KernelError> {
         self.set_privilege(privilege);
         let done = self.access(gva, access, 0);
         self.set_privilege(Privilege::Supervisor);
         match done {
             Ok(_) => Err(KernelError::NoFault { gva, access, privilege, expected }),
-            Err(Trap::PageFault { gva: reported, error_code }) if reported == gva && error_code == expected => {
+            Err(CpuError::Guest(GuestFault::Page { gva: reported, error_code })) => {
+                if reported != gva || error_code != expected {
+                    let expected = Some(expected);
+                    return Err(KernelError::WrongFault { gva, access, privilege, reported, error_code, expected });
+                }
                 self.counters.stray_accesses += 1;
                 Ok(())
             }
-            Err(Trap::PageFault { gva: reported, error_code }) => {
-                Err(KernelError::WrongFault { gva, access, privilege, reported, error_code, expected: Some(expected) })
-            }
-            Err(trap) => Err(KernelError::Access { gva, access, privilege, trap }),
+            Err(error) => Err(KernelError::Access { gva, access, privilege, error }),
         }
     }
 
     /// The kernel's page fault handler.
-    fn resolve(
-        &mut self,
-        space: &mut AddressSpace,
-        page: u64,
-        access: Access,
-    ) -> Result<Touched, KernelError<C::Error>> {
+    fn resolve(&mut self, space: &mut AddressSpace, page: u64, access: Access) -> Result<Touched, KernelError> {
         let Some(rights) = space.rights(page).filter(|rights| rights.allow(access)) else {
             return Ok(Touched::Denied);
         };
@@ -155,7 +153,7 @@ impl<C: KernelGuestCpu> Core<C> {
         page: u64,
         access: Access,
         rights: RegionRights,
-    ) -> Result<(), KernelError<C::Error>> {
+    ) -> Result<(), KernelError> {
         let frame = self.zeroed_frame()?;
         let mark = space.next_mark(page);
         self.write(direct(frame.gpa()), mark)?;
@@ -168,12 +166,7 @@ impl<C: KernelGuestCpu> Core<C> {
 
     /// A write to a page whose region is writable and whose PTE is not: copies the page if it is
     /// shared.
-    fn make_writable(
-        &mut self,
-        space: &mut AddressSpace,
-        page: u64,
-        old: UserPage,
-    ) -> Result<(), KernelError<C::Error>> {
+    fn make_writable(&mut self, space: &mut AddressSpace, page: u64, old: UserPage) -> Result<(), KernelError> {
         // The only user stays alone: only a user of a frame can share it.
         if self.kernel.frames.lock().nr_users(old.frame) == 1 {
             // No flush: a CPU that still has the old translation faults and then retries.

@@ -125,16 +125,10 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
     ///
     /// # Errors
     /// [`KernelError`]: the first deviation.
-    pub fn run(
-        &mut self,
-        mix: &WorkloadMix,
-        nr_steps: u64,
-        seed: u64,
-    ) -> Result<KernelCounters, KernelError<C::Error>> {
+    pub fn run(&mut self, mix: &WorkloadMix, nr_steps: u64, seed: u64) -> Result<KernelCounters, KernelError> {
         let before = *self.counters();
         let mut rng = SmallRng::seed_from_u64(seed);
-        type Operation<C> =
-            fn(&mut KernelCpu<C>, &WorkloadMix, &mut SmallRng) -> Result<(), KernelError<<C as KernelGuestCpu>::Error>>;
+        type Operation<C> = fn(&mut KernelCpu<C>, &WorkloadMix, &mut SmallRng) -> Result<(), KernelError>;
         let operations: [(u32, Operation<C>); 12] = [
             (mix.system_calls, KernelCpu::some_system_call),
             (mix.page_faults, KernelCpu::touch_fresh),
@@ -209,7 +203,7 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
         }
     }
 
-    fn some_system_call(&mut self, mix: &WorkloadMix, rng: &mut SmallRng) -> Result<(), KernelError<C::Error>> {
+    fn some_system_call(&mut self, mix: &WorkloadMix, rng: &mut SmallRng) -> Result<(), KernelError> {
         let mut pages = Vec::new();
         for _ in 0..rng.random_range(0..=MAX_BUFFER_PAGES) {
             // Most buffers are present; the kernel itself faults on the others.
@@ -233,7 +227,7 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
         (page..first + region.nr_pages).find(|page| !self.current.pages.contains_key(page))
     }
 
-    fn touch_fresh(&mut self, mix: &WorkloadMix, rng: &mut SmallRng) -> Result<(), KernelError<C::Error>> {
+    fn touch_fresh(&mut self, mix: &WorkloadMix, rng: &mut SmallRng) -> Result<(), KernelError> {
         /// Draws before a new mapping is made.
         const TRIES: u32 = 4;
         let fresh = (0..TRIES).find_map(|_| self.some_fresh_page(rng));
@@ -253,7 +247,7 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
     }
 
     /// Maps some pages and returns the first; unmaps some if there is no place.
-    fn map_some(&mut self, rng: &mut SmallRng) -> Result<Option<u64>, KernelError<C::Error>> {
+    fn map_some(&mut self, rng: &mut SmallRng) -> Result<Option<u64>, KernelError> {
         let begin = rng.random_range(0..NR_WINDOWS);
         let free = (begin..begin + NR_WINDOWS).map(|number| number % NR_WINDOWS).find(|number| !self.is_used(*number));
         let Some(number) = free else {
@@ -276,11 +270,11 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
         Ok(Some(first))
     }
 
-    fn unmap_window(&mut self, number: u64) -> Result<(), KernelError<C::Error>> {
+    fn unmap_window(&mut self, number: u64) -> Result<(), KernelError> {
         self.munmap(window(number), WINDOW_SPAN)
     }
 
-    fn unmap_some(&mut self, rng: &mut SmallRng) -> Result<(), KernelError<C::Error>> {
+    fn unmap_some(&mut self, rng: &mut SmallRng) -> Result<(), KernelError> {
         let begin = rng.random_range(0..NR_WINDOWS);
         let used = (begin..begin + NR_WINDOWS).map(|number| number % NR_WINDOWS).find(|number| self.is_used(*number));
         let Some(number) = used else {
@@ -298,7 +292,7 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
         }
     }
 
-    fn protect_some(&mut self, rng: &mut SmallRng) -> Result<(), KernelError<C::Error>> {
+    fn protect_some(&mut self, rng: &mut SmallRng) -> Result<(), KernelError> {
         let Some((first, region)) = self.some_region(rng) else { return Ok(()) };
         let rights = match rng.random_range(0..4) {
             0 => RegionRights::Read,
@@ -313,7 +307,7 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
     }
 
     /// An access of a random kind that must fault; none if there is no such page.
-    fn stray(&mut self, rng: &mut SmallRng) -> Result<(), KernelError<C::Error>> {
+    fn stray(&mut self, rng: &mut SmallRng) -> Result<(), KernelError> {
         let access = [Access::Read, Access::Write, Access::Execute][rng.random_range(0..3)];
         let page = match rng.random_range(0..4) {
             0 if !self.current.unmapped.is_empty() => {

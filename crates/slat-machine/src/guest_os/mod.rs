@@ -45,7 +45,6 @@ mod faults;
 mod frames;
 mod layout;
 mod mix;
-mod on_shadow_cpu;
 mod operations;
 #[cfg(test)]
 mod plain_cpu;
@@ -70,7 +69,7 @@ use frames::{GuestFrame, GuestFrames};
 use layout::{IMAGE_BYTES, MAX_MEMORY_BYTES, MAX_VCPUS, PROCESS_FRAMES};
 
 pub use counters::KernelCounters;
-pub use cpu::{Completed, KernelGuestCpu, Trap};
+pub use cpu::KernelGuestCpu;
 pub use error::{KernelConfigError, KernelError};
 pub use mix::WorkloadMix;
 pub use process::KernelCpu;
@@ -189,7 +188,7 @@ impl Kernel {
 
     /// Builds the image on the first call. Returns the page-table page for the temporary mappings
     /// of `vcpu`.
-    fn boot<C: KernelGuestCpu>(&self, vcpu: u16, cpu: &mut C) -> Result<GuestFrame, KernelError<C::Error>> {
+    fn boot<C: KernelGuestCpu>(&self, vcpu: u16, cpu: &mut C) -> Result<GuestFrame, KernelError> {
         let nr_vcpus = self.config.nr_vcpus;
         let mut boot = self.boot.lock();
         let Boot { image, is_started } = &mut *boot;

@@ -21,7 +21,7 @@ const NR_KERNEL_MAPS: u64 = 16;
 
 impl<C: KernelGuestCpu> Core<C> {
     /// An address space with a program: text, data and stack, none of it present yet.
-    pub(crate) fn new_program(&mut self) -> Result<AddressSpace, KernelError<C::Error>> {
+    pub(crate) fn new_program(&mut self) -> Result<AddressSpace, KernelError> {
         let mut space = self.new_space()?;
         space.add_region(USER_TEXT, Region { nr_pages: TEXT_PAGES, rights: RegionRights::ReadExecute });
         space.add_region(USER_DATA, Region { nr_pages: DATA_PAGES, rights: RegionRights::ReadWrite });
@@ -30,11 +30,7 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// A system call that only reads: `pages` of the process as a buffer, and by the direct map.
-    pub(crate) fn system_call(
-        &mut self,
-        space: &mut AddressSpace,
-        pages: &[(u64, Access)],
-    ) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn system_call(&mut self, space: &mut AddressSpace, pages: &[(u64, Access)]) -> Result<(), KernelError> {
         self.counters.system_calls += 1;
         for (page, access) in pages {
             self.touch(space, *page, *access, Privilege::SupervisorWithAc)?;
@@ -46,7 +42,7 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// A copy of `parent`, equal to it until one of them writes.
-    pub(crate) fn fork(&mut self, parent: &mut AddressSpace) -> Result<AddressSpace, KernelError<C::Error>> {
+    pub(crate) fn fork(&mut self, parent: &mut AddressSpace) -> Result<AddressSpace, KernelError> {
         self.counters.forks += 1;
         let mut child = self.new_space()?;
         child.regions = parent.regions.clone();
@@ -76,23 +72,13 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// Unmaps `nr_pages` from `first` on.
-    pub(crate) fn munmap(
-        &mut self,
-        space: &mut AddressSpace,
-        first: u64,
-        nr_pages: u64,
-    ) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn munmap(&mut self, space: &mut AddressSpace, first: u64, nr_pages: u64) -> Result<(), KernelError> {
         self.counters.munmaps += 1;
         space.remove_regions(first, nr_pages);
         self.unmap_pages(space, first, nr_pages)
     }
 
-    fn unmap_pages(
-        &mut self,
-        space: &mut AddressSpace,
-        first: u64,
-        nr_pages: u64,
-    ) -> Result<(), KernelError<C::Error>> {
+    fn unmap_pages(&mut self, space: &mut AddressSpace, first: u64, nr_pages: u64) -> Result<(), KernelError> {
         let mut gathered = Gathered::default();
         for page in space.present_pages(first, nr_pages) {
             self.unmap_page(space, page, &mut gathered)?;
@@ -108,7 +94,7 @@ impl<C: KernelGuestCpu> Core<C> {
         first: u64,
         nr_pages: u64,
         rights: RegionRights,
-    ) -> Result<(), KernelError<C::Error>> {
+    ) -> Result<(), KernelError> {
         self.counters.mprotects += 1;
         space.protect_regions(first, nr_pages, rights);
         let mut losing = Vec::new();
@@ -131,14 +117,14 @@ impl<C: KernelGuestCpu> Core<C> {
 
     /// Unmaps all of `space`, whether it is loaded or not; [`free_roots`](Core::free_roots) does
     /// the rest.
-    pub(crate) fn unmap_everything(&mut self, space: &mut AddressSpace) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn unmap_everything(&mut self, space: &mut AddressSpace) -> Result<(), KernelError> {
         space.regions.clear();
         self.unmap_pages(space, 0, 1 << address_space::PAGE_BITS)
     }
 
     /// Maps a page of the kernel temporarily, and reads it by both mappings. Such mappings are not
     /// flushed one by one.
-    pub(crate) fn map_temporarily(&mut self, value: u64) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn map_temporarily(&mut self, value: u64) -> Result<(), KernelError> {
         self.counters.kernel_maps += 1;
         let slot = self.nr_kernel_maps % NR_KERNEL_MAPS;
         if slot == 0 && self.nr_kernel_maps != 0 {
@@ -165,7 +151,7 @@ impl<C: KernelGuestCpu> Core<C> {
         space: &mut AddressSpace,
         page: u64,
         access: Access,
-    ) -> Result<(), KernelError<C::Error>> {
+    ) -> Result<(), KernelError> {
         if self.touch(space, page, access, Privilege::User)? == Touched::Denied {
             self.counters.stray_accesses += 1;
         }
@@ -174,11 +160,7 @@ impl<C: KernelGuestCpu> Core<C> {
 
     /// In user mode: the process touches the kernel's half. Then the kernel touches, by mistake,
     /// what SMAP and SMEP protect.
-    pub(crate) fn stray_privileges(
-        &mut self,
-        space: &mut AddressSpace,
-        page: Option<u64>,
-    ) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn stray_privileges(&mut self, space: &mut AddressSpace, page: Option<u64>) -> Result<(), KernelError> {
         use address_space::error_code;
         let image = direct(0);
         // User roots map nothing there; otherwise the page is the kernel's.

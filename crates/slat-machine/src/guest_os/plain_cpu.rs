@@ -4,7 +4,8 @@
 //! The kernel is tested on it first, and its behaviour under shadow paging is compared with that on
 //! this CPU. It never evicts anything, so that every missing flush of the kernel shows. It caches
 //! translations, of 4 KiB, and directory entries of level 2 (*paging-structure caches*), both by
-//! PCID; a page fault drops what it has for the address.
+//! PCID; a page fault drops what it has for the address. Tests of the kernel's checks have it leave
+//! out a rule ([`Fault`]).
 //!
 //! Sources: Intel SDM vol. 3A, "4-level paging", "Access rights", "Page-fault exceptions",
 //! "Process-Context Identifiers", "Invalidation of TLBs and paging-structure caches".
@@ -13,16 +14,17 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::shadow::{Gva, Privilege};
-use slat::{Access, Gfn};
-use thiserror::Error;
+use slat::shadow::{Gva, PagingRegister, Privilege};
+use slat::{Access, Gfn, Gpa, Hpa};
 
 use super::address_space::error_code;
 use super::cpu::{
-    CR0_PG, CR3_NO_FLUSH, CR3_PCID, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, Completed, EFER_NXE, ERROR_PRESENT,
-    INVPCID_ADDRESS, INVPCID_ALL, INVPCID_ALL_NON_GLOBAL, INVPCID_CONTEXT, KernelGuestCpu, Trap,
+    CR0_PG, CR3_NO_FLUSH, CR3_PCID, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, EFER_NXE, ERROR_PRESENT, INVPCID_ADDRESS,
+    INVPCID_ALL, INVPCID_ALL_NON_GLOBAL, INVPCID_CONTEXT, KernelGuestCpu,
 };
 use super::layout::{ACCESSED, ADDRESS, DIRTY, GLOBAL, NO_EXECUTE, PAGE, PRESENT, USER, WRITABLE, index};
+use crate::hardware::cpu::CpuError;
+use crate::hardware::walk::guest::GuestFault;
 
 /// Memory from guest-physical 0 on, zero at first. Clones are the same memory.
 #[derive(Clone, Debug)]
@@ -34,18 +36,11 @@ impl PlainMemory {
         PlainMemory((0..memory_bytes / 8).map(|_| AtomicU64::new(0)).collect())
     }
 
-    fn word(&self, gpa: u64) -> Result<&AtomicU64, Trap<PlainError>> {
+    /// A guest-physical address is the host's.
+    fn word(&self, gpa: u64) -> Result<&AtomicU64, CpuError> {
         let word = gpa.is_multiple_of(8).then(|| self.0.get((gpa / 8) as usize)).flatten();
-        word.ok_or(Trap::Machine(PlainError { gpa }))
+        word.ok_or(CpuError::NoMemory { gpa: Gpa(gpa), hpa: Hpa(gpa) })
     }
-}
-
-/// There is no memory at an address, or it is not aligned.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[error("no aligned word of memory at guest-physical {gpa:#x}")]
-pub struct PlainError {
-    /// The address.
-    pub gpa: u64,
 }
 
 /// The result of a walk to a page or a page-table page: the rights of all PTEs on the way.
@@ -74,9 +69,30 @@ impl Context {
     }
 }
 
+/// What a CPU leaves out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fault {
+    Nothing,
+    Invlpg,
+    FlushOfCr3,
+    /// Of this type.
+    Invpcid(u64),
+    /// Once user mode has written: at the start the register is set, later it flushes.
+    FlushOfCr4,
+    NoExecute,
+    Smap,
+    /// Flushes more than it must: this one is correct.
+    KeepsNothing,
+    /// One of so many writes of user mode.
+    LosesWrites(u64),
+}
+
 /// The CPU. Clones have the same memory.
 #[derive(Clone, Debug)]
 pub struct PlainCpu {
+    pub(super) fault: Fault,
+    /// Writes of user mode.
+    nr_writes: u64,
     memory: PlainMemory,
     privilege: Privilege,
     cr0: u64,
@@ -92,6 +108,8 @@ impl PlainCpu {
     /// After reset: paging is off.
     pub fn new(memory: PlainMemory) -> PlainCpu {
         PlainCpu {
+            fault: Fault::Nothing,
+            nr_writes: 0,
             memory,
             privilege: Privilege::Supervisor,
             cr0: 0,
@@ -123,24 +141,26 @@ impl PlainCpu {
         let privilege = match (self.privilege, access) {
             (Privilege::User, _) => is_user_page,
             (_, Access::Execute | Access::ExecuteUser) => !is_user_page || self.cr4 & CR4_SMEP == 0,
-            (Privilege::Supervisor, _) => !is_user_page || self.cr4 & CR4_SMAP == 0,
+            (Privilege::Supervisor, _) => !is_user_page || self.cr4 & CR4_SMAP == 0 || self.fault == Fault::Smap,
             (Privilege::SupervisorWithAc, _) => true,
         };
         privilege
             && match access {
                 Access::Read => true,
                 Access::Write => rights & WRITABLE != 0,
-                Access::Execute | Access::ExecuteUser => rights & NO_EXECUTE == 0 || self.efer & EFER_NXE == 0,
+                Access::Execute | Access::ExecuteUser => {
+                    rights & NO_EXECUTE == 0 || self.efer & EFER_NXE == 0 || self.fault == Fault::NoExecute
+                }
             }
     }
 
     /// The word at `gva`, for `access`.
-    fn translate(&mut self, gva: Gva, access: Access) -> Completed<&AtomicU64, PlainError> {
+    fn translate(&mut self, gva: Gva, access: Access) -> Result<&AtomicU64, CpuError> {
         if self.cr0 & CR0_PG == 0 {
             return self.memory.word(gva.0);
         }
         if !matches!(gva.0 as i64 >> 47, 0 | -1) {
-            return Err(Trap::GeneralProtection);
+            return Err(GuestFault::GeneralProtection.into());
         }
         let page = gva.0 >> Gfn::SHIFT;
         let cached = self.globals.get(&page).copied().or_else(|| self.context().pages.get(&page).copied());
@@ -157,14 +177,14 @@ impl PlainCpu {
             Err(presence) => {
                 self.globals.remove(&page);
                 self.context().drop_page(page);
-                Err(Trap::PageFault { gva, error_code: error_code(access, self.privilege, presence) })
+                Err(GuestFault::Page { gva, error_code: error_code(access, self.privilege, presence) }.into())
             }
         }
     }
 
     /// Walks the page tables from the lowest cached level, and caches what it finds. The inner
     /// error is a fault's bit of presence.
-    fn walk(&mut self, gva: Gva, access: Access) -> Completed<Result<u64, u32>, PlainError> {
+    fn walk(&mut self, gva: Gva, access: Access) -> Result<Result<u64, u32>, CpuError> {
         let page = gva.0 >> Gfn::SHIFT;
         let top = Translation { frame_gpa: self.cr3 & ADDRESS, rights: WRITABLE | USER, is_dirty: false };
         let known = self.context().tables.get(&(page >> 9)).copied();
@@ -206,30 +226,42 @@ impl PlainCpu {
         }
     }
 
-    fn privileged(&self) -> Completed<(), PlainError> {
-        if self.privilege == Privilege::User { Err(Trap::GeneralProtection) } else { Ok(()) }
+    fn privileged(&self) -> Result<(), CpuError> {
+        if self.privilege == Privilege::User { Err(GuestFault::GeneralProtection.into()) } else { Ok(()) }
     }
 
-    /// A load of CR3 by a CPU that omits the flush.
-    #[cfg(test)]
-    pub(super) fn load_cr3_without_flush(&mut self, value: u64) {
+    fn load_cr3(&mut self, value: u64) -> Result<(), CpuError> {
+        let keeps = value & CR3_NO_FLUSH != 0;
+        if keeps && self.cr4 & CR4_PCIDE == 0 {
+            return Err(GuestFault::GeneralProtection.into());
+        }
         self.cr3 = value & !CR3_NO_FLUSH;
+        if (!keeps || self.fault == Fault::KeepsNothing) && self.fault != Fault::FlushOfCr3 {
+            let pcid = self.pcid();
+            self.contexts.remove(&pcid);
+        }
+        Ok(())
     }
 }
 
 impl KernelGuestCpu for PlainCpu {
-    type Error = PlainError;
-
-    fn read(&mut self, gva: Gva) -> Completed<u64, PlainError> {
+    fn read(&mut self, gva: Gva) -> Result<u64, CpuError> {
         Ok(self.translate(gva, Access::Read)?.load(Ordering::Acquire))
     }
 
-    fn write(&mut self, gva: Gva, value: u64) -> Completed<(), PlainError> {
-        self.translate(gva, Access::Write)?.store(value, Ordering::Release);
+    fn write(&mut self, gva: Gva, value: u64) -> Result<(), CpuError> {
+        let is_users = self.privilege == Privilege::User;
+        self.nr_writes += u64::from(is_users);
+        let is_lost =
+            is_users && matches!(self.fault, Fault::LosesWrites(every) if self.nr_writes.is_multiple_of(every));
+        let word = self.translate(gva, Access::Write)?;
+        if !is_lost {
+            word.store(value, Ordering::Release);
+        }
         Ok(())
     }
 
-    fn fetch(&mut self, gva: Gva) -> Completed<u64, PlainError> {
+    fn fetch(&mut self, gva: Gva) -> Result<u64, CpuError> {
         Ok(self.translate(gva, Access::Execute)?.load(Ordering::Acquire))
     }
 
@@ -237,45 +269,34 @@ impl KernelGuestCpu for PlainCpu {
         self.privilege = privilege;
     }
 
-    fn mov_to_cr0(&mut self, value: u64) -> Completed<(), PlainError> {
+    fn write_register(&mut self, register: PagingRegister, value: u64) -> Result<(), CpuError> {
         self.privileged()?;
-        self.cr0 = value;
+        match register {
+            PagingRegister::Cr0 => self.cr0 = value,
+            PagingRegister::Cr3 => return self.load_cr3(value),
+            PagingRegister::Cr4 => {
+                if value & !self.cr4 & CR4_PCIDE != 0 && (self.cr3 & CR3_PCID != 0 || self.cr0 & CR0_PG == 0) {
+                    return Err(GuestFault::GeneralProtection.into());
+                }
+                self.cr4 = value;
+                if self.fault == Fault::FlushOfCr4 && self.nr_writes != 0 {
+                    return Ok(());
+                }
+            }
+            PagingRegister::Efer => {
+                self.efer = value;
+                return Ok(());
+            }
+        }
         self.flush_everything();
         Ok(())
     }
 
-    fn mov_to_cr3(&mut self, value: u64) -> Completed<(), PlainError> {
+    fn invlpg(&mut self, gva: Gva) -> Result<(), CpuError> {
         self.privileged()?;
-        let keeps = value & CR3_NO_FLUSH != 0;
-        if keeps && self.cr4 & CR4_PCIDE == 0 {
-            return Err(Trap::GeneralProtection);
+        if self.fault == Fault::Invlpg {
+            return Ok(());
         }
-        self.cr3 = value & !CR3_NO_FLUSH;
-        if !keeps {
-            let pcid = self.pcid();
-            self.contexts.remove(&pcid);
-        }
-        Ok(())
-    }
-
-    fn mov_to_cr4(&mut self, value: u64) -> Completed<(), PlainError> {
-        self.privileged()?;
-        if value & !self.cr4 & CR4_PCIDE != 0 && (self.cr3 & CR3_PCID != 0 || self.cr0 & CR0_PG == 0) {
-            return Err(Trap::GeneralProtection);
-        }
-        self.cr4 = value;
-        self.flush_everything();
-        Ok(())
-    }
-
-    fn write_efer(&mut self, value: u64) -> Completed<(), PlainError> {
-        self.privileged()?;
-        self.efer = value;
-        Ok(())
-    }
-
-    fn invlpg(&mut self, gva: Gva) -> Completed<(), PlainError> {
-        self.privileged()?;
         let page = gva.0 >> Gfn::SHIFT;
         self.globals.remove(&page);
         let context = self.context();
@@ -284,20 +305,23 @@ impl KernelGuestCpu for PlainCpu {
         Ok(())
     }
 
-    fn invpcid(&mut self, kind: u64, [pcid, address]: [u64; 2]) -> Completed<(), PlainError> {
+    fn invpcid(&mut self, kind: u64, [pcid, address]: [u64; 2]) -> Result<(), CpuError> {
         self.privileged()?;
         if pcid > CR3_PCID || (kind <= INVPCID_CONTEXT && self.cr4 & CR4_PCIDE == 0 && pcid != 0) {
-            return Err(Trap::GeneralProtection);
+            return Err(GuestFault::GeneralProtection.into());
         }
         match kind {
-            INVPCID_ADDRESS if !matches!(address as i64 >> 47, 0 | -1) => return Err(Trap::GeneralProtection),
+            _ if self.fault == Fault::Invpcid(kind) => {}
+            INVPCID_ADDRESS if !matches!(address as i64 >> 47, 0 | -1) => {
+                return Err(GuestFault::GeneralProtection.into());
+            }
             INVPCID_ADDRESS => self.contexts.entry(pcid).or_default().drop_page(address >> Gfn::SHIFT),
             INVPCID_CONTEXT => {
                 self.contexts.remove(&pcid);
             }
             INVPCID_ALL => self.flush_everything(),
             INVPCID_ALL_NON_GLOBAL => self.contexts.clear(),
-            _ => return Err(Trap::GeneralProtection),
+            _ => return Err(GuestFault::GeneralProtection.into()),
         }
         Ok(())
     }

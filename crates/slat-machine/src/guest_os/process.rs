@@ -31,7 +31,7 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
     ///
     /// # Errors
     /// [`KernelError`]: there is no such CPU, it was started before, or it gave a wrong result.
-    pub fn start(kernel: Arc<Kernel>, vcpu: u16, cpu: C) -> Result<KernelCpu<C>, KernelError<C::Error>> {
+    pub fn start(kernel: Arc<Kernel>, vcpu: u16, cpu: C) -> Result<KernelCpu<C>, KernelError> {
         let mut core = Core::start(kernel, vcpu, cpu)?;
         let current = core.new_program()?;
         core.switch_to(&current)?;
@@ -59,7 +59,7 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
     ///
     /// # Errors
     /// [`KernelError`]: a deviation.
-    pub fn shut_down(mut self) -> Result<C, KernelError<C::Error>> {
+    pub fn shut_down(mut self) -> Result<C, KernelError> {
         self.core.enter_kernel(0)?;
         let migrating = std::mem::take(&mut *self.core.kernel.migrating.lock());
         self.queue.extend(migrating);
@@ -76,38 +76,38 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
         Ok(self.core.cpu)
     }
 
-    pub(super) fn touch(&mut self, page: u64, access: Access) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn touch(&mut self, page: u64, access: Access) -> Result<(), KernelError> {
         self.core.touch(&mut self.current, page, access, Privilege::User).map(|_| ())
     }
 
     /// Enters the kernel, does `work`, and leaves.
     fn in_kernel<T>(
         &mut self,
-        work: impl FnOnce(&mut Core<C>, &mut AddressSpace) -> Result<T, KernelError<C::Error>>,
-    ) -> Result<T, KernelError<C::Error>> {
+        work: impl FnOnce(&mut Core<C>, &mut AddressSpace) -> Result<T, KernelError>,
+    ) -> Result<T, KernelError> {
         self.core.enter_kernel(self.current.id)?;
         let done = work(&mut self.core, &mut self.current)?;
         self.core.leave_kernel()?;
         Ok(done)
     }
 
-    pub(super) fn system_call(&mut self, pages: &[(u64, Access)]) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn system_call(&mut self, pages: &[(u64, Access)]) -> Result<(), KernelError> {
         self.in_kernel(|core, space| core.system_call(space, pages))
     }
 
-    pub(super) fn mmap(&mut self, first: u64, region: Region) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn mmap(&mut self, first: u64, region: Region) -> Result<(), KernelError> {
         self.in_kernel(|core, space| {
             core.mmap(space, first, region);
             Ok(())
         })
     }
 
-    pub(super) fn munmap(&mut self, first: u64, nr_pages: u64) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn munmap(&mut self, first: u64, nr_pages: u64) -> Result<(), KernelError> {
         self.in_kernel(|core, space| core.munmap(space, first, nr_pages))
     }
 
     /// The kernel reads `page` for the process, unmaps it, and reads it again before it leaves.
-    pub(super) fn unmap_and_look(&mut self, page: u64) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn unmap_and_look(&mut self, page: u64) -> Result<(), KernelError> {
         let privilege = Privilege::SupervisorWithAc;
         self.in_kernel(|core, space| {
             core.touch(space, page, Access::Read, privilege)?;
@@ -116,16 +116,11 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
         })
     }
 
-    pub(super) fn mprotect(
-        &mut self,
-        first: u64,
-        nr_pages: u64,
-        rights: RegionRights,
-    ) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn mprotect(&mut self, first: u64, nr_pages: u64, rights: RegionRights) -> Result<(), KernelError> {
         self.in_kernel(|core, space| core.mprotect(space, first, nr_pages, rights))
     }
 
-    pub(super) fn map_temporarily(&mut self, value: u64) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn map_temporarily(&mut self, value: u64) -> Result<(), KernelError> {
         self.in_kernel(|core, _| core.map_temporarily(value))
     }
 
@@ -134,14 +129,14 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
         self.queue.len() + 1 < usize::from(self.core.kernel.config().processes_per_vcpu)
     }
 
-    pub(super) fn fork(&mut self) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn fork(&mut self) -> Result<(), KernelError> {
         let child = self.in_kernel(Core::fork)?;
         self.queue.push_back(child);
         Ok(())
     }
 
     /// Switches to another process, if there is one.
-    pub(super) fn switch(&mut self) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn switch(&mut self) -> Result<(), KernelError> {
         self.core.enter_kernel(self.current.id)?;
         if let Some(next) = self.queue.pop_front() {
             self.core.counters.context_switches += 1;
@@ -153,7 +148,7 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
 
     /// The process begins another program: the new address space is loaded before the old one is
     /// unmapped.
-    pub(super) fn exec(&mut self) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn exec(&mut self) -> Result<(), KernelError> {
         self.core.enter_kernel(self.current.id)?;
         self.core.counters.execs += 1;
         let new = self.core.new_program()?;
@@ -166,7 +161,7 @@ impl<C: KernelGuestCpu> KernelCpu<C> {
 
     /// The process ends: its address space is unmapped while it is loaded. The next one runs, or a
     /// new one.
-    pub(super) fn exit(&mut self) -> Result<(), KernelError<C::Error>> {
+    pub(super) fn exit(&mut self) -> Result<(), KernelError> {
         self.core.enter_kernel(self.current.id)?;
         self.core.counters.exits += 1;
         self.core.unmap_everything(&mut self.current)?;

@@ -40,7 +40,7 @@ impl Kernel {
 
 impl<C: KernelGuestCpu> Core<C> {
     /// An address space that has only the kernel's half.
-    pub(crate) fn new_space(&mut self) -> Result<AddressSpace, KernelError<C::Error>> {
+    pub(crate) fn new_space(&mut self) -> Result<AddressSpace, KernelError> {
         let root = self.kernel.frames.lock().take_pair().ok_or(KernelError::OutOfFrames)?;
         self.counters.tables_allocated += 2;
         self.zero(root)?;
@@ -56,7 +56,7 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// Frees the roots of `space`, which has nothing else any more and is not loaded.
-    pub(crate) fn free_roots(&mut self, space: AddressSpace) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn free_roots(&mut self, space: AddressSpace) -> Result<(), KernelError> {
         debug_assert!(space.pages.is_empty() && space.tables.is_empty() && self.asids.loaded() != space.id);
         for index in KERNEL_ROOT_INDEXES {
             self.write(direct(space.root.gpa() + 8 * index), 0)?;
@@ -71,12 +71,7 @@ impl<C: KernelGuestCpu> Core<C> {
 
     /// The address of the PTE of `page`; `None` if a page-table page is missing and must not be
     /// made.
-    fn find(
-        &mut self,
-        space: &mut AddressSpace,
-        page: u64,
-        missing: Missing,
-    ) -> Result<Option<u64>, KernelError<C::Error>> {
+    fn find(&mut self, space: &mut AddressSpace, page: u64, missing: Missing) -> Result<Option<u64>, KernelError> {
         let gva = gva_of(page);
         let mut table = space.root;
         for level in [4, 3, 2] {
@@ -103,7 +98,7 @@ impl<C: KernelGuestCpu> Core<C> {
         page: u64,
         level: u8,
         gpa: u64,
-    ) -> Result<GuestFrame, KernelError<C::Error>> {
+    ) -> Result<GuestFrame, KernelError> {
         let below = self.zeroed_frame()?;
         self.counters.tables_allocated += 1;
         let entry = self.kernel.table_entry(level, below);
@@ -120,7 +115,7 @@ impl<C: KernelGuestCpu> Core<C> {
 
     /// Reads the PTE of `page` at `gpa`, which must be that of `known`. The accessed bit may be set
     /// without an access, the dirty bit may not.
-    fn read_entry(&mut self, page: u64, gpa: u64, known: Option<&UserPage>) -> Result<u64, KernelError<C::Error>> {
+    fn read_entry(&mut self, page: u64, gpa: u64, known: Option<&UserPage>) -> Result<u64, KernelError> {
         let found = self.read(direct(gpa))?;
         let mut expected = known.map_or(0, UserPage::entry);
         if let Some(known) = known {
@@ -134,26 +129,21 @@ impl<C: KernelGuestCpu> Core<C> {
     }
 
     /// The address and value of the PTE of `page`, which is present.
-    fn present_entry(&mut self, space: &mut AddressSpace, page: u64) -> Result<(u64, u64), KernelError<C::Error>> {
+    fn present_entry(&mut self, space: &mut AddressSpace, page: u64) -> Result<(u64, u64), KernelError> {
         let gpa = self.find(space, page, Missing::Make)?.unwrap_or_default();
         let known = space.pages.get(&page).copied();
         Ok((gpa, self.read_entry(page, gpa, known.as_ref())?))
     }
 
     /// Compares the PTE of `page` with the model.
-    pub(crate) fn check_entry(&mut self, space: &mut AddressSpace, page: u64) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn check_entry(&mut self, space: &mut AddressSpace, page: u64) -> Result<(), KernelError> {
         let Some(gpa) = self.find(space, page, Missing::Stop)? else { return Ok(()) };
         let known = space.pages.get(&page).copied();
         self.read_entry(page, gpa, known.as_ref()).map(|_| ())
     }
 
     /// Maps `page`, which is not present, as in `new`.
-    pub(crate) fn map_page(
-        &mut self,
-        space: &mut AddressSpace,
-        page: u64,
-        new: UserPage,
-    ) -> Result<(), KernelError<C::Error>> {
+    pub(crate) fn map_page(&mut self, space: &mut AddressSpace, page: u64, new: UserPage) -> Result<(), KernelError> {
         let (gpa, _) = self.present_entry(space, page)?;
         let dirty = if new.is_dirty { DIRTY } else { 0 };
         self.write(direct(gpa), new.entry() | dirty)?;
@@ -170,7 +160,7 @@ impl<C: KernelGuestCpu> Core<C> {
         space: &mut AddressSpace,
         page: u64,
         new: UserPage,
-    ) -> Result<(), KernelError<C::Error>> {
+    ) -> Result<(), KernelError> {
         let (gpa, old) = self.present_entry(space, page)?;
         self.write(direct(gpa), new.entry() | old & (ACCESSED | DIRTY))?;
         space.pages.insert(page, new);
@@ -183,7 +173,7 @@ impl<C: KernelGuestCpu> Core<C> {
         space: &mut AddressSpace,
         page: u64,
         new: UserPage,
-    ) -> Result<(), KernelError<C::Error>> {
+    ) -> Result<(), KernelError> {
         let (gpa, _) = self.present_entry(space, page)?;
         self.write(direct(gpa), 0)?;
         self.flush_pages(space, &[page])?;
@@ -199,7 +189,7 @@ impl<C: KernelGuestCpu> Core<C> {
         space: &mut AddressSpace,
         page: u64,
         gathered: &mut Gathered,
-    ) -> Result<(), KernelError<C::Error>> {
+    ) -> Result<(), KernelError> {
         let (gpa, _) = self.present_entry(space, page)?;
         let Some(old) = space.pages.remove(&page) else { return Ok(()) };
         // The same frame by the direct map: a misdirected write shows here at the latest.

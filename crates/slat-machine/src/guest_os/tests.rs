@@ -1,12 +1,13 @@
 use std::sync::Arc;
 
-use slat::Access;
-use slat::shadow::Privilege;
+use slat::shadow::{PagingRegister, Privilege};
+use slat::{Access, Gpa};
 
 use super::address_space::{Region, RegionRights};
 use super::layout::{DATA_PAGES, STACK_PAGES, TEXT_PAGES, USER_DATA, USER_STACK, USER_TEXT, direct, window};
-use super::plain_cpu::{PlainCpu, PlainError, PlainMemory};
+use super::plain_cpu::{PlainCpu, PlainMemory};
 use super::*;
+use crate::hardware::cpu::CpuError;
 
 pub(super) const CONFIGS: [KernelConfig; 4] = [
     KernelConfig { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::On, processes_per_vcpu: 8 },
@@ -360,14 +361,15 @@ fn impossible_configurations_and_cpus_are_refused() {
     assert_eq!(cpu.run(&nothing, 1, 0), Err(KernelError::EmptyMix));
     let kernel = Kernel::new(good).unwrap();
     let failed = KernelCpu::start(kernel, 0, PlainCpu::new(PlainMemory::new(0))).map(|_| ()).unwrap_err();
-    assert!(matches!(failed, KernelError::Access { trap: Trap::Machine(PlainError { gpa: 0x1000 }), .. }), "{failed}");
+    let is_its = |error| matches!(error, CpuError::NoMemory { gpa: Gpa(0x1000), .. });
+    assert!(matches!(failed, KernelError::Access { error, .. } if is_its(error)), "{failed}");
 }
 
 /// Changes guest memory without the kernel.
 fn tamper(cpu: &mut KernelCpu<PlainCpu>, gpa: u64, change: impl Fn(u64) -> u64) {
     let mut other = cpu.cpu().clone();
     other.set_privilege(Privilege::Supervisor);
-    other.mov_to_cr0(0).unwrap();
+    other.write_register(PagingRegister::Cr0, 0).unwrap();
     let gva = slat::shadow::Gva(gpa);
     let word = other.read(gva).unwrap();
     other.write(gva, change(word)).unwrap();

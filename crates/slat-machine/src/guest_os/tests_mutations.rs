@@ -1,111 +1,15 @@
 //! CPUs that break the rules of the manual: the kernel must detect each.
 
-use slat::shadow::{Gva, Privilege};
-
-use super::plain_cpu::{PlainCpu, PlainError, PlainMemory};
+use super::plain_cpu::{Fault, PlainCpu, PlainMemory};
 use super::tests::CONFIGS;
 use super::*;
-use crate::guest_os::cpu::CR4_PGE;
+use crate::hardware::cpu::CpuError;
+use crate::hardware::walk::guest::GuestFault;
 
-/// What a CPU leaves out.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Fault {
-    Nothing,
-    Invlpg,
-    FlushOfCr3,
-    /// Of this type.
-    Invpcid(u64),
-    FlushOfCr4,
-    NoExecute,
-    Smap,
-    /// Flushes more than it must: this one is correct.
-    KeepsNothing,
-    /// One of so many writes of user mode.
-    LosesWrites(u64),
-}
-
-struct Faulty {
-    cpu: PlainCpu,
-    fault: Fault,
-    pcids: Pcids,
-    privilege: Privilege,
-    nr_writes: u64,
-}
-
-impl KernelGuestCpu for Faulty {
-    type Error = PlainError;
-
-    fn read(&mut self, gva: Gva) -> Completed<u64, PlainError> {
-        self.cpu.read(gva)
-    }
-
-    fn write(&mut self, gva: Gva, value: u64) -> Completed<(), PlainError> {
-        self.nr_writes += u64::from(self.privilege == Privilege::User);
-        let is_lost = match self.fault {
-            Fault::LosesWrites(every) => self.privilege == Privilege::User && self.nr_writes.is_multiple_of(every),
-            _ => false,
-        };
-        let old = is_lost.then(|| self.cpu.clone().read(gva));
-        self.cpu.write(gva, value)?;
-        match old {
-            Some(Ok(old)) => self.cpu.write(gva, old),
-            _ => Ok(()),
-        }
-    }
-
-    fn fetch(&mut self, gva: Gva) -> Completed<u64, PlainError> {
-        if self.fault == Fault::NoExecute { self.cpu.read(gva) } else { self.cpu.fetch(gva) }
-    }
-
-    fn set_privilege(&mut self, privilege: Privilege) {
-        self.privilege = privilege;
-        self.cpu.set_privilege(match (self.fault, privilege) {
-            (Fault::Smap, Privilege::Supervisor) => Privilege::SupervisorWithAc,
-            _ => privilege,
-        });
-    }
-
-    fn mov_to_cr0(&mut self, value: u64) -> Completed<(), PlainError> {
-        self.cpu.mov_to_cr0(value)
-    }
-
-    fn mov_to_cr3(&mut self, value: u64) -> Completed<(), PlainError> {
-        match self.fault {
-            Fault::FlushOfCr3 => {
-                self.cpu.load_cr3_without_flush(value);
-                Ok(())
-            }
-            Fault::KeepsNothing if self.pcids == Pcids::On => self.cpu.mov_to_cr3(value & !(1 << 63)),
-            _ => self.cpu.mov_to_cr3(value),
-        }
-    }
-
-    fn mov_to_cr4(&mut self, value: u64) -> Completed<(), PlainError> {
-        // At the start the bit is set; later it is cleared to flush.
-        if self.fault == Fault::FlushOfCr4 && self.nr_writes != 0 {
-            assert_eq!(self.cpu.clone().mov_to_cr4(value | CR4_PGE), Ok(()));
-            return Ok(());
-        }
-        self.cpu.mov_to_cr4(value)
-    }
-
-    fn write_efer(&mut self, value: u64) -> Completed<(), PlainError> {
-        self.cpu.write_efer(value)
-    }
-
-    fn invlpg(&mut self, gva: Gva) -> Completed<(), PlainError> {
-        if self.fault == Fault::Invlpg { Ok(()) } else { self.cpu.invlpg(gva) }
-    }
-
-    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Completed<(), PlainError> {
-        if self.fault == Fault::Invpcid(kind) { Ok(()) } else { self.cpu.invpcid(kind, descriptor) }
-    }
-}
-
-fn run(config: KernelConfig, fault: Fault) -> Result<(), KernelError<PlainError>> {
+fn run(config: KernelConfig, fault: Fault) -> Result<(), KernelError> {
     let kernel = Kernel::new(config).unwrap();
-    let cpu = PlainCpu::new(PlainMemory::new(config.memory_bytes()));
-    let cpu = Faulty { cpu, fault, pcids: config.pcids, privilege: Privilege::Supervisor, nr_writes: 0 };
+    let mut cpu = PlainCpu::new(PlainMemory::new(config.memory_bytes()));
+    cpu.fault = fault;
     let mut cpu = KernelCpu::start(kernel, 0, cpu)?;
     cpu.run(&WorkloadMix::EVERYTHING, 20_000, 1)?;
     // Where other flushes are rare, those of the kernel's own mappings matter.
@@ -113,14 +17,14 @@ fn run(config: KernelConfig, fault: Fault) -> Result<(), KernelError<PlainError>
     cpu.shut_down().map(|_| ())
 }
 
-fn is_stale(error: &KernelError<PlainError>) -> bool {
+fn is_stale(error: &KernelError) -> bool {
     // A translation was used, or prevented an access, after its page was unmapped.
     matches!(
         error,
         KernelError::WrongValue { .. }
             | KernelError::NoFault { .. }
             | KernelError::WrongFault { .. }
-            | KernelError::Access { trap: Trap::PageFault { .. }, .. }
+            | KernelError::Access { error: CpuError::Guest(GuestFault::Page { .. }), .. }
             | KernelError::WrongEntry { .. }
     )
 }

@@ -2,12 +2,11 @@
 
 use slat::format::Npt;
 use slat::shadow::{ShadowPaging, ShadowStrategy};
-use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Vcpu, Vm};
+use slat::{Gpa, Vcpu, Vm};
 
 use super::tests::CONFIGS;
 use super::*;
 use crate::hardware::commit::{FlushDomain, Port};
-use crate::hardware::cpu::CpuError;
 use crate::hardware::shadow_cpu::ShadowCpu;
 use crate::hardware::tlb::Geometry;
 use crate::memory::{Backing, BackingKind};
@@ -19,15 +18,7 @@ fn machine(config: &KernelConfig, shadow: ShadowPaging) -> Machine {
     let host = MachineHost::new(Arc::new(FlushDomain::new()), 1 << 16).unwrap();
     let vm = Arc::new(Vm::with_shadow_paging(host, slat::Config::default(), shadow).unwrap());
     let backing = Backing::new(BackingKind::Anonymous, config.memory_bytes()).unwrap();
-    vm.set_user_memory_region(MemoryRegion {
-        slot: 0,
-        flags: MemoryRegionFlags::empty(),
-        guest_phys_addr: Gpa(0),
-        memory_size: config.memory_bytes(),
-        backing: Some(BackingSlice { backing, offset_bytes: 0 }),
-        userfault_bitmap: None,
-    })
-    .unwrap();
+    vm.set_user_memory_region(BackingSlice::region(0, Gpa(0), &backing)).unwrap();
     vm
 }
 
@@ -35,7 +26,7 @@ fn start(
     vm: &Machine,
     kernel: &Arc<Kernel>,
     vcpu: u16,
-) -> Result<KernelCpu<ShadowCpu<Vcpu<MachineHost, Npt>>>, KernelError<CpuError>> {
+) -> Result<KernelCpu<ShadowCpu<Vcpu<MachineHost, Npt>>>, KernelError> {
     let port = Port::new(vm.host().flush_domain());
     let cpu = ShadowCpu::new(vm.create_vcpu().unwrap(), port, 1, Geometry::default());
     KernelCpu::start(Arc::clone(kernel), vcpu, cpu)

@@ -35,19 +35,14 @@ pub enum DiscardError {
 
 impl Backing {
     /// Releases the `len_bytes` from `offset_bytes` on to the kernel: they read as zero from now
-    /// on. The module describes when this is allowed. Memory that was
-    /// [lost](Backing::is_lost) is usable again once all of it is discarded.
+    /// on. The module describes when this is allowed.
     ///
     /// # Errors
     /// [`DiscardError`].
     pub fn discard(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), DiscardError> {
         // MADV_DONTNEED on a shared file would leave the contents in the file.
         let advice = if self.kind() == BackingKind::Shmem { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
-        self.advise(offset_bytes, len_bytes, advice)?;
-        if len_bytes == self.size_bytes() {
-            self.set_lost(false);
-        }
-        Ok(())
+        self.advise(offset_bytes, len_bytes, advice)
     }
 
     /// Passes an advice to the kernel that may discard contents.
@@ -134,19 +129,14 @@ mod tests {
     }
 
     #[test]
-    fn lost_memory_is_usable_again_when_all_of_it_was_discarded() {
+    fn lost_memory_is_neither_read_nor_resolved() {
         for kind in [BackingKind::Anonymous, BackingKind::Shmem] {
-            let memory = Backing::new(kind, 2 * PAGE_SIZE).unwrap();
+            let memory = Backing::new(kind, PAGE_SIZE).unwrap();
             memory.store(8, 7).unwrap();
-            memory.set_lost(true);
-            let resolve = || memory.resolve(0, slat::Access::Read, &|_| panic!("its frames are fixed"));
+            memory.mark_lost();
+            let resolved = memory.resolve(0, slat::Access::Read, &|_| panic!("its frames are fixed"));
             assert_eq!((memory.load(8), memory.peek(0)), (None, None));
-            assert_eq!(resolve(), Err(slat::host::Unresolved::Gone));
-            memory.discard(0, PAGE_SIZE).unwrap();
-            assert!(memory.is_lost(), "half of it was not discarded");
-            memory.discard(0, 2 * PAGE_SIZE).unwrap();
-            assert_eq!((memory.load(8), memory.peek(0)), (Some(0), Some(0)));
-            resolve().expect("usable again");
+            assert_eq!(resolved, Err(slat::host::Unresolved::Gone));
         }
     }
 }

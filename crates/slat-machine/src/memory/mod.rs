@@ -13,10 +13,10 @@
 //!   happens there, where it is counted, and not in the CPU's access. A write touch for a read
 //!   would allocate pages that are never written; a read touch before a write would cost a second
 //!   fault.
-//! - Memory that a [`Userfaultfd`](crate::paging::Userfaultfd) has abandoned is *lost*: a page
-//!   of it may have zeros that were not sent. No page of it is resolved any more. The mark is set
-//!   before the kernel releases any thread, and read after each touch. So a page that was mapped
-//!   without being filled is never used.
+//! - Memory that a userfaultfd has abandoned is *lost*: a page of it may have zeros that were not
+//!   sent. No page of it is resolved any more. The mark is set before the kernel releases any
+//!   thread, and read after each touch. So a page that was mapped without being filled is never
+//!   used.
 //! - Mappings start where the largest leaf that they may hold could start, so that the alignment
 //!   does not vary between runs.
 

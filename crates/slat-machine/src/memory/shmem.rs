@@ -54,8 +54,7 @@ impl Backing {
     }
 
     /// Whether a userfaultfd abandoned the memory before all of it was filled. Pages of it may be
-    /// zeros that were not sent, so none is resolved or read any more, until all of it is
-    /// [discarded](Backing::discard).
+    /// zeros that were not sent, so none is resolved or read any more.
     #[inline]
     pub fn is_lost(&self) -> bool {
         match &self.0 {
@@ -64,13 +63,12 @@ impl Backing {
         }
     }
 
-    /// Sets or clears the mark of [`is_lost`](Backing::is_lost). It must be set before the kernel
-    /// releases any thread.
-    pub(crate) fn set_lost(&self, lost: bool) {
+    /// Sets the mark of [`is_lost`](Backing::is_lost), before the kernel releases any thread.
+    pub(crate) fn mark_lost(&self) {
         if let Memory::Fixed(memory) = &self.0 {
             // Release: paired with the fence of `FixedMemory::is_lost`, by way of the kernel's
             // wake-up in between.
-            memory.lost.store(lost, Ordering::Release);
+            memory.lost.store(true, Ordering::Release);
         }
     }
 }

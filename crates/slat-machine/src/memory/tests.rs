@@ -158,43 +158,22 @@ fn a_write_touch_allocates_a_page() {
     assert_eq!(minor_faults(), before, "the write after a resolve for writing faulted again");
 }
 
-fn transparent_huge_pages() -> bool {
-    fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").is_ok_and(|text| !text.contains("[never]"))
-}
-
 #[test]
-fn transparent_huge_pages_are_reported() {
-    if !transparent_huge_pages() {
+fn transparent_huge_pages_are_reported_where_they_are() {
+    let enabled = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
+    if !enabled.is_ok_and(|text| !text.contains("[never]")) {
         return;
     }
     // Memory may be fragmented at one moment; of eight blocks one is huge.
-    let backing = Backing::new(BackingKind::AnonymousThp, 8 * SIZE_2M).expect("memory");
-    let sizes =
-        (0..8).map(|block| resolve(&backing, block * SIZE_2M + 3 * PAGE_SIZE, Access::Write).expect("inside").max_size);
-    let nr_huge = sizes.filter(|&size| size == PageSize::Size2M).count();
-    assert!(nr_huge > 0, "the kernel made no huge page, or did not report it");
-}
-
-#[test]
-fn a_tail_shorter_than_a_huge_page_is_small() {
-    if !transparent_huge_pages() {
-        return;
-    }
-    let backing = Backing::new(BackingKind::AnonymousThp, SIZE_2M + 5 * PAGE_SIZE).expect("memory");
-    let tail = resolve(&backing, SIZE_2M + PAGE_SIZE, Access::Write).expect("inside");
-    assert_eq!(tail.max_size, PageSize::Size4K);
-    assert_eq!(resolve(&backing, SIZE_2M + 5 * PAGE_SIZE, Access::Write), Err(Unresolved::Gone));
-}
-
-#[test]
-fn a_huge_page_that_was_broken_up_is_small() {
-    if !transparent_huge_pages() {
-        return;
-    }
-    let backing = Backing::new(BackingKind::AnonymousThp, SIZE_2M).expect("memory");
-    resolve(&backing, 0, Access::Write).expect("inside");
-    backing.discard(PAGE_SIZE, PAGE_SIZE).unwrap();
-    assert_eq!(resolve(&backing, 0, Access::Write).expect("inside").max_size, PageSize::Size4K);
+    let backing = Backing::new(BackingKind::AnonymousThp, 8 * SIZE_2M + 5 * PAGE_SIZE).expect("memory");
+    let size_at = |offset_bytes| resolve(&backing, offset_bytes, Access::Write).expect("inside").max_size;
+    let huge: Vec<u64> = (0..8).filter(|block| size_at(block * SIZE_2M + 3 * PAGE_SIZE) == PageSize::Size2M).collect();
+    assert!(!huge.is_empty(), "the kernel made no huge page, or did not report it");
+    // A tail that is shorter, and one that was broken up.
+    assert_eq!(size_at(8 * SIZE_2M + PAGE_SIZE), PageSize::Size4K);
+    assert_eq!(resolve(&backing, 8 * SIZE_2M + 5 * PAGE_SIZE, Access::Write), Err(Unresolved::Gone));
+    backing.discard(huge[0] * SIZE_2M + PAGE_SIZE, PAGE_SIZE).unwrap();
+    assert_eq!(size_at(huge[0] * SIZE_2M), PageSize::Size4K);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use slat_pager::source::PageBytes;
 use slat_pager::source::requests::PageRequests;
 
 use super::error::VcpuError;
-use super::userfaultfd::{Filled, Userfaultfd, Wake};
+use super::userfaultfd::{Userfaultfds, Wake};
 use crate::memory::{Alias, Backing, GuestMemfd};
 
 /// Where pages go.
@@ -24,32 +24,9 @@ pub(crate) enum Filler {
     /// Into memory that has no mapping.
     Install(Arc<GuestMemfd>),
     /// By the userfaultfd's copy.
-    Copy(Backing, Userfaultfds),
+    Copy(Userfaultfds),
     /// Into another mapping of the file; the userfaultfd then has it mapped.
-    Continue(Backing, Alias, Userfaultfds),
-}
-
-/// The userfaultfds of the memory, and which one has which page.
-#[derive(Clone, Debug)]
-pub(crate) struct Userfaultfds {
-    pub(crate) all: Arc<[Arc<Userfaultfd>]>,
-    pub(crate) pages_each: u64,
-}
-
-impl Userfaultfds {
-    /// Wakes all threads that wait in the kernel for pages of `memory`. A page that was put in
-    /// place without a wake-up may have a waiter whose message no reader has read. For abandoned
-    /// memory, all waiters were woken before.
-    pub(crate) fn wake_all(&self, memory: &Backing) {
-        for (number, descriptor) in self.all.iter().enumerate() {
-            let first = number as u64 * self.pages_each;
-            let _ = descriptor.wake(memory, first << Gfn::SHIFT..(first + self.pages_each) << Gfn::SHIFT);
-        }
-    }
-
-    fn of(&self, page: u64) -> &Userfaultfd {
-        &self.all[((page / self.pages_each) as usize).min(self.all.len() - 1)]
-    }
+    Continue(Alias, Userfaultfds),
 }
 
 impl Filler {
@@ -67,46 +44,13 @@ impl Filler {
                 source.take_into(unsafe { &mut *at })?;
             }
             Filler::Install(memory) => memory.install(page, source.take()?)?,
-            Filler::Copy(memory, descriptors) => {
-                let descriptor = descriptors.of(page);
-                let bytes = source.take()?;
-                finish(descriptor, memory, offset_bytes, wake, || {
-                    descriptor.copy(memory, offset_bytes, bytes.as_slice(), wake)
-                })?;
-            }
-            Filler::Continue(memory, alias, descriptors) => {
-                let descriptor = descriptors.of(page);
-                let bytes = source.take()?;
+            Filler::Copy(descriptors) => descriptors.of(page).copy(page, source.take()?, wake)?,
+            Filler::Continue(alias, descriptors) => {
                 // The page is in the file: the alias was made for all of it.
-                let _ = alias.write(offset_bytes, bytes);
-                let range = offset_bytes..offset_bytes + bytes.len() as u64;
-                finish(descriptor, memory, offset_bytes, wake, || descriptor.map_cached(memory, range.clone(), wake))?;
+                let _ = alias.write(offset_bytes, source.take()?);
+                descriptors.of(page).map_cached(page, wake)?;
             }
         }
         Ok(())
-    }
-}
-
-/// Repeats `call` until the page is there. If it was there before, wakes the threads that wait for
-/// it in the kernel.
-fn finish(
-    descriptor: &Userfaultfd,
-    memory: &Backing,
-    offset_bytes: u64,
-    wake: Wake,
-    call: impl Fn() -> Result<Filled, super::userfaultfd::UserfaultfdError>,
-) -> Result<(), VcpuError> {
-    loop {
-        match call()? {
-            Filled::Done => return Ok(()),
-            Filled::AlreadyThere => {
-                if wake == Wake::None {
-                    descriptor.wake(memory, offset_bytes..offset_bytes + slat::PAGE_SIZE)?;
-                }
-                return Ok(());
-            }
-            // The process's memory map is being changed, for a short time.
-            Filled::TryAgain { .. } => std::thread::yield_now(),
-        }
     }
 }

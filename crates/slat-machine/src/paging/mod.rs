@@ -12,8 +12,8 @@
 //! - `arrivals.rs`: which pages are there, which thread may fill one, and that each is filled once.
 //! - `pages.rs`: what a thread that runs vCPUs asks for. `fetch.rs` (from the source) and `rings.rs`
 //!   (a resolver elsewhere) answer.
-//! - `readers.rs`: the readers of a userfaultfd. `filler.rs`: puts pages in place. `copier.rs`:
-//!   fetches pages that were not requested.
+//! - `readers.rs`: what the readers of userfaultfds do. `filler.rs`: puts pages in place.
+//!   `copier.rs`: fetches pages that were not requested.
 //!
 //! The rest of the machine uses what this file names, and no module below it. Paging knows nothing
 //! of VMs: it needs guest memory ([`Backing`](crate::memory::Backing)) and the engine's userfault
@@ -34,9 +34,9 @@ pub(crate) use arrivals::Arrivals;
 pub(crate) use copier::copy_rest;
 pub use error::VcpuError;
 pub(crate) use fetch::{Fetch, FetchFrom};
-pub(crate) use filler::{Filler, Userfaultfds};
+pub(crate) use filler::Filler;
 pub(crate) use pages::{Asked, PageSupply};
-pub(crate) use readers::{AllReaders, VcpusExit, register};
+pub(crate) use readers::{VcpusExit, start_readers};
 pub(crate) use rings::{EngineBitmap, RingPages};
 pub use slat_pager::delivery::{Copier, Delivery, DeliveryError, ServeConfig, ServeError, SharedBitmap, serve_rings};
 pub(crate) use slat_pager::delivery::{DeliveryConfig, SharedMemoryFile};
@@ -45,7 +45,5 @@ pub use slat_pager::source::pattern::Pattern;
 pub use slat_pager::source::peer::LocalAddress;
 pub use slat_pager::source::requests::{OpenSource, RequestError};
 pub use source::{PagesServer, ParseSourceError, SourceSpec};
-pub use userfaultfd::{
-    Cause, Filled, OpenError, ReaderError, Readers, RegisterMode, ReportedFault, Userfaultfd, UserfaultfdError,
-    UserfaultfdEvent, Wake,
-};
+pub use userfaultfd::UserfaultfdError;
+pub(crate) use userfaultfd::{Readers, RegisterMode, Userfaultfds};

@@ -1,4 +1,4 @@
-//! The memory behind userfaultfds: which descriptor has which part, and the threads that read them.
+//! What the readers of userfaultfds do.
 //!
 //! A reader that gets a fault claims the page (`arrivals.rs`). If it wins, it fetches the page,
 //! waits for it, fills it, and wakes the threads that wait in the kernel. If it loses, another
@@ -9,79 +9,14 @@
 //! A reader sleeps through a source's latency, one page at a time: so do readers of a userfaultfd
 //! in KVM's test, and the number of readers is an option for that reason.
 
-use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use crossbeam_queue::ArrayQueue;
-use slat::{Gfn, PAGE_SIZE};
 use slat_pager::source::requests::{PageRequests, Wait};
 
 use super::arrivals::Arrivals;
 use super::error::VcpuError;
 use super::fetch::FetchFrom;
-use super::filler::Userfaultfds;
-use super::userfaultfd::{ReaderError, Readers, RegisterMode, ReportedFault, Userfaultfd, UserfaultfdError, Wake};
-use crate::memory::Backing;
-
-/// Registers `memory`, of which no page was touched by this mapping, with `nr_descriptors` for
-/// equal parts of it.
-pub(crate) fn register(
-    memory: &Backing,
-    mode: RegisterMode,
-    nr_descriptors: usize,
-) -> Result<Userfaultfds, UserfaultfdError> {
-    let pages_each = (memory.size_bytes() >> Gfn::SHIFT) / nr_descriptors as u64;
-    let mut all = Vec::with_capacity(nr_descriptors);
-    for number in 0..nr_descriptors as u64 {
-        let mut descriptor = Userfaultfd::new()?;
-        let first = number * pages_each;
-        descriptor.register(memory, first << Gfn::SHIFT..(first + pages_each) << Gfn::SHIFT, mode)?;
-        all.push(Arc::new(descriptor));
-    }
-    Ok(Userfaultfds { all: all.into(), pages_each })
-}
-
-/// The readers of all descriptors during a run.
-pub(crate) struct AllReaders(Vec<Readers<VcpuError>>);
-
-impl AllReaders {
-    /// Starts `nr_readers` for each descriptor.
-    pub(crate) fn start(
-        descriptors: &Userfaultfds,
-        nr_readers: usize,
-        from: &FetchFrom,
-        arrivals: &Arc<Arrivals>,
-        vcpus_exit: VcpusExit,
-    ) -> Result<AllReaders, UserfaultfdError> {
-        let nr_readers = NonZeroUsize::new(nr_readers).unwrap_or(NonZeroUsize::MIN);
-        let mut all = Vec::with_capacity(descriptors.all.len());
-        for descriptor in descriptors.all.iter() {
-            let server = Server {
-                descriptor: Arc::clone(descriptor),
-                from: from.clone(),
-                arrivals: Arc::clone(arrivals),
-                sources: ArrayQueue::new(nr_readers.get()),
-                vcpus_exit,
-            };
-            all.push(Readers::start(Arc::clone(descriptor), nr_readers, move |fault| server.serve(fault))?);
-        }
-        Ok(AllReaders(all))
-    }
-
-    /// Ends them. Returns the first failure.
-    pub(crate) fn stop(self) -> Option<VcpuError> {
-        let mut failure = None;
-        for readers in self.0 {
-            let error = match readers.stop() {
-                Ok(()) => continue,
-                Err(ReaderError::Handler(error)) => error,
-                Err(ReaderError::Userfaultfd(error)) => error.into(),
-            };
-            failure.get_or_insert(error);
-        }
-        failure
-    }
-}
+use super::userfaultfd::{Readers, Userfaultfd, UserfaultfdError, Userfaultfds, Wake};
 
 /// Whether vCPUs exit for pages, or sleep in the kernel as other threads do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,20 +25,30 @@ pub(crate) enum VcpusExit {
     No,
 }
 
-/// What the readers of one descriptor do.
-#[derive(Debug)]
-struct Server {
-    descriptor: Arc<Userfaultfd>,
+/// Starts `nr_readers` for each descriptor.
+pub(crate) fn start_readers(
+    descriptors: &Userfaultfds,
+    nr_readers: usize,
+    from: &FetchFrom,
+    arrivals: &Arc<Arrivals>,
+    vcpus_exit: VcpusExit,
+) -> Result<Readers, UserfaultfdError> {
+    Readers::start(descriptors, nr_readers, || {
+        let mut reader = Reader { from: from.clone(), arrivals: Arc::clone(arrivals), source: None, vcpus_exit };
+        move |descriptor, page| reader.serve(descriptor, page)
+    })
+}
+
+struct Reader {
     from: FetchFrom,
     arrivals: Arc<Arrivals>,
-    /// Sources that no reader uses at the moment.
-    sources: ArrayQueue<PageRequests>,
+    /// After its first page.
+    source: Option<PageRequests>,
     vcpus_exit: VcpusExit,
 }
 
-impl Server {
-    fn serve(&self, fault: &ReportedFault<'_>) -> Result<(), VcpuError> {
-        let page = fault.offset_bytes >> Gfn::SHIFT;
+impl Reader {
+    fn serve(&mut self, descriptor: &Userfaultfd, page: u64) -> Result<(), VcpuError> {
         if self.arrivals.claim(page) {
             return self.deliver(page).inspect_err(|error| {
                 self.arrivals.release(page);
@@ -117,22 +62,20 @@ impl Server {
                 }
                 self.arrivals.sleep(|| !self.arrivals.is_missing(page));
             }
-            self.descriptor.wake(fault.memory, fault.offset_bytes..fault.offset_bytes + PAGE_SIZE)?;
+            descriptor.wake(page..page + 1)?;
         }
         Ok(())
     }
 
-    fn deliver(&self, page: u64) -> Result<(), VcpuError> {
-        let mut source = match self.sources.pop() {
+    fn deliver(&mut self, page: u64) -> Result<(), VcpuError> {
+        let source = match &mut self.source {
             Some(source) => source,
-            None => self.from.source.requests()?,
+            none => none.insert(self.from.source.requests()?),
         };
         source.request(page)?;
         while source.arrived(Wait::ForEver)?.is_none() {}
-        self.from.filler.fill(page, &mut source, Wake::Waiters)?;
+        self.from.filler.fill(page, source, Wake::Waiters)?;
         self.arrivals.publish(page);
-        // There is room for one of each reader.
-        let _ = self.sources.push(source);
         Ok(())
     }
 }

@@ -4,18 +4,19 @@
 //! so that no offset and no pointer is a physical address by chance. Its first part holds the page
 //! tables; the tests allocate frames from [`FRAMES`] on.
 
-#![expect(unsafe_code, reason = "a mapping of its own, and the promise of the trait Host")]
+#![expect(unsafe_code, reason = "the promise of the trait Host")]
 
 use core::alloc::Layout;
 use std::io;
-use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
+use rustix::mm::MapFlags;
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{Access, Gfn, GfnRange, Host, Hpa, PAGE_SIZE, PageSize, Pfn};
+use slat_pager::linux::mapping::MappedMemory;
 
 /// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page
 /// size fit.
@@ -32,45 +33,27 @@ const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
 
 /// The machine's physical memory.
 #[derive(Debug)]
-pub struct Arena {
-    start: *mut u8,
-}
-
-// SAFETY: the mapping belongs to no thread, and is accessed by atomic operations.
-unsafe impl Send for Arena {}
-// SAFETY: as above.
-unsafe impl Sync for Arena {}
+pub struct Arena(MappedMemory);
 
 impl Arena {
     /// Maps it; memory is taken page by page as it is touched.
     pub fn new() -> io::Result<Arena> {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping at any address.
-        let start = unsafe { libc::mmap(ptr::null_mut(), SIZE_BYTES as usize, protection, flags, -1, 0) };
-        if start == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        // Else each page that is touched could take 2 MiB. It is advice only: a kernel without huge
-        // pages refuses it.
-        // SAFETY: the mapping just made.
-        unsafe { libc::madvise(start, SIZE_BYTES as usize, libc::MADV_NOHUGEPAGE) };
-        Ok(Arena { start: start.cast() })
+        let memory = MappedMemory::anonymous(SIZE_BYTES, MapFlags::NORESERVE)?;
+        // Else each page that is touched could take 2 MiB.
+        memory.without_huge_pages();
+        Ok(Arena(memory))
     }
 
     /// The pointer to physical address `hpa`.
     pub fn pointer(&self, hpa: Hpa) -> *mut u8 {
-        let offset = hpa.0.wrapping_sub(BASE);
-        assert!(offset < SIZE_BYTES, "{hpa} is not in the arena");
-        self.start.wrapping_add(offset as usize)
+        let offset_bytes = hpa.0.wrapping_sub(BASE);
+        assert!(offset_bytes < SIZE_BYTES, "{hpa} is not in the arena");
+        self.0.at(offset_bytes)
     }
 
     /// The 8 bytes at `hpa`, a multiple of 8.
     pub fn word(&self, hpa: Hpa) -> &AtomicU64 {
-        assert!(hpa.0.is_multiple_of(8), "{hpa} is not aligned");
-        // SAFETY: in the mapping, which lives as long as the arena, and aligned; all access is by
-        // atomics.
-        unsafe { AtomicU64::from_ptr(self.pointer(hpa).cast()) }
+        self.0.word(hpa.0.wrapping_sub(BASE)).unwrap_or_else(|| panic!("{hpa} is no word of the arena"))
     }
 
     /// Reads the word at `hpa`. The CPU does not run now, or this thread runs it: no order is
@@ -91,14 +74,6 @@ impl Arena {
             word[..chunk.len()].copy_from_slice(chunk);
             self.set(Hpa(hpa.0 + 8 * index as u64), u64::from_le_bytes(word));
         }
-    }
-}
-
-impl Drop for Arena {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `new` with this size; the VMs that used it hold a reference.
-        let result = unsafe { libc::munmap(self.start.cast(), SIZE_BYTES as usize) };
-        debug_assert_eq!(result, 0, "munmap of a mapping of our own");
     }
 }
 

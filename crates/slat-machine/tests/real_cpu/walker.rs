@@ -1,20 +1,13 @@
-//! The software machine's walker on page tables in the arena.
-//!
-//! The walker needs page tables at the software machine's physical addresses, which are pointers
-//! plus a bias; the real CPU needs them in the arena. So the four PTEs on the way to an address are
-//! copied into page-table pages of the software machine, with new links, and the walker walks the
-//! copy. The leaf's address only gets the bias: the walker does not access its page.
+//! The software machine's walker on the page tables in the arena, which are as they were after it.
 
-#![expect(unsafe_code, reason = "promises that the walker's copies are page tables")]
+#![expect(unsafe_code, reason = "promises that the arena has page tables")]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::format::Npt;
 use slat::{Access, Gpa, Hpa};
 use slat_machine::hardware::commit::{FlushDomain, Port};
-use slat_machine::hardware::walk::{self, HardwareFormat, Purpose, Stop};
-use slat_machine::memory::phys;
+use slat_machine::hardware::walk::{self, HardwareFormat, Purpose, Stop, WalkMemory};
 
 use crate::arena::Arena;
 
@@ -74,60 +67,45 @@ pub struct Walked {
     pub path: Vec<Step>,
 }
 
-/// A page-table page of the software machine.
-#[repr(align(4096))]
-struct Table([AtomicU64; 512]);
+// SAFETY: words of the arena, which the reference keeps, and which is accessed by atomics alone.
+unsafe impl WalkMemory for &Arena {
+    fn pointer_to(self, hpa: Hpa) -> Option<*mut u64> {
+        Some(self.word(hpa).as_ptr())
+    }
 
-/// The software machine's walker, and the page-table pages of its copies.
-pub struct Walker {
-    port: Port,
-    /// Of levels 4 to 1.
-    tables: [Box<Table>; 4],
+    /// The walker does not access what a leaf leads to.
+    fn has(self, _hpa: Hpa) -> bool {
+        true
+    }
 }
+
+/// The software machine's walker.
+pub struct Walker(Port);
 
 impl Walker {
     pub fn new() -> Walker {
-        let tables = std::array::from_fn(|_| Box::new(Table([const { AtomicU64::new(0) }; 512])));
-        Walker { port: Port::new(&Arc::new(FlushDomain::new())), tables }
+        Walker(Port::new(&Arc::new(FlushDomain::new())))
     }
 
-    /// Walks to `gpa` for `access`. The page tables in the arena do not change.
+    /// Walks to `gpa` for `access`. The page tables do not change.
     pub fn walk(&self, arena: &Arena, root: Hpa, gpa: Gpa, access: Access) -> Walked {
-        let mut path = path(arena, root, gpa);
-        let mut copies = Vec::with_capacity(4);
-        for (index, step) in path.iter().enumerate() {
-            let copy = &self.tables[index].0[(step.at.0 >> 3 & 0x1ff) as usize];
-            let entry = if step.entry & PRESENT == 0 {
-                step.entry
-            } else if is_leaf(step.level, step.entry) {
-                step.entry + phys::BIAS
-            } else {
-                step.entry & !ADDRESS | self.hpa_of(index + 1).0
-            };
-            copy.store(entry, Ordering::Relaxed);
-            copies.push((copy, entry));
-        }
-
-        let purpose = Purpose::Data;
-        let (generation, processor) = (self.port.generation(), walk::Processor::of::<Npt>());
-        // SAFETY: the page-table pages are this walker's, of 4 levels, and made of atomic words.
-        // Each directory entry on the way leads to the next one, and those beside it are zero.
-        let walker = unsafe { walk::Walker::new(&self.port, generation, self.hpa_of(0), processor) };
-        let result = match Npt::walk(walker, gpa, access, purpose) {
-            Ok(mapping) => Ok(Hpa(mapping.hpa.0 - phys::BIAS)),
-            Err(Stop::Fault(fault)) => Err(fault.code & PAGE_FAULT_CODE),
-            Err(Stop::Misconfigured(misconfiguration)) => Err(misconfiguration.code & PAGE_FAULT_CODE),
-            Err(stop) => panic!("{access:?} of {gpa}: no other thread uses these tables, yet: {stop}"),
+        let before = path(arena, root, gpa);
+        let (generation, processor) = (self.0.generation(), walk::Processor::of::<Npt>());
+        // SAFETY: page tables of 4 levels, the engine's or those of a test, are in the arena, which
+        // refuses other addresses; they are made of atomic words.
+        let walker = unsafe { walk::Walker::new(&self.0, generation, root, processor, arena) };
+        let result = loop {
+            match Npt::walk(walker, gpa, access, Purpose::Data) {
+                Ok(mapping) => break Ok(mapping.hpa),
+                Err(Stop::Fault(fault)) => break Err(fault.code & PAGE_FAULT_CODE),
+                Err(Stop::Misconfigured(misconfiguration)) => break Err(misconfiguration.code & PAGE_FAULT_CODE),
+                // Nothing is flushed here: this thread lost its CPU for a moment.
+                Err(Stop::Restart) => {}
+                Err(stop) => panic!("{access:?} of {gpa}: no other thread uses these tables, yet: {stop}"),
+            }
         };
-
-        for (step, (copy, before)) in path.iter_mut().zip(copies) {
-            // Only the bits that the walker has changed: the copy has another address.
-            step.entry ^= copy.swap(0, Ordering::Relaxed) ^ before;
-        }
+        let path = path(arena, root, gpa);
+        before.iter().for_each(|step| arena.set(step.at, step.entry));
         Walked { result, path }
-    }
-
-    fn hpa_of(&self, index: usize) -> Hpa {
-        phys::hpa_of(self.tables[index].0.as_ptr())
     }
 }

@@ -40,8 +40,6 @@ mod tests_attributes;
 #[cfg(test)]
 mod tests_conflict;
 #[cfg(test)]
-mod tests_kept;
-#[cfg(test)]
 mod tests_log;
 #[cfg(test)]
 mod tests_moves;
@@ -77,30 +75,23 @@ pub(crate) const STUCK_FAULTS: u64 = 1 << 22;
 
 /// Handles second-stage faults: the engine's [`Vcpu`], or a test.
 pub trait FaultHandler {
-    /// Handles a second-stage fault: see [`Vcpu::handle_fault`]. Where the format needs it
+    /// Handles a second-stage fault, as the CPU reports it: see [`Vcpu::handle_fault`]. The engine
+    /// needs its address and its access alone. Where the format needs it
     /// ([`Format::NEEDS_LOCAL_FLUSH`]), it ends with [`flush_local`].
     ///
     /// # Errors
     /// The engine's.
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError>;
-
-    /// Handles `fault`, as the CPU reports it. The engine needs its address and its access alone.
-    ///
-    /// # Errors
-    /// Those of [`handle_fault`](FaultHandler::handle_fault).
-    fn handle(&mut self, fault: Fault) -> Result<Outcome, slat::error::FaultError> {
-        self.handle_fault(fault.gpa, fault.access)
-    }
+    fn handle_fault(&mut self, fault: Fault) -> Result<Outcome, slat::error::FaultError>;
 
     /// Takes the pages in the CPU's page-modification log, which is full: see
     /// [`Vcpu::log_modifications`]. The CPU has made all of them dirty, or may have tried to. A
-    /// page may occur several times.
-    fn log_modifications(&mut self, written: &[Gpa]);
+    /// page may occur several times. A CPU without a log has none.
+    fn log_modifications(&mut self, _written: &[Gpa]) {}
 }
 
 impl<H: Host, F: Format> FaultHandler for Vcpu<H, F> {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError> {
-        Vcpu::handle_fault(self, gpa, access)
+    fn handle_fault(&mut self, fault: Fault) -> Result<Outcome, slat::error::FaultError> {
+        Vcpu::handle_fault(self, fault.gpa, fault.access)
     }
 
     fn log_modifications(&mut self, written: &[Gpa]) {
@@ -481,7 +472,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
                 }
                 // A request that another CPU's fault on this thread has left is not for this CPU.
                 let _ = take_local_flush();
-                let outcome = self.handler.handle(fault);
+                let outcome = self.handler.handle_fault(fault);
                 for dropped in take_local_flush() {
                     self.invalidate(dropped);
                 }

@@ -14,38 +14,22 @@ use slat::{Exit, Gfn, GfnRange, PageSize};
 use super::*;
 use crate::hardware::commit::{Defect, FlushDomain, FlushMethod};
 use crate::hardware::walk::guest::GuestFault;
+use crate::hardware::walk::tests::Page;
 use crate::memory::{Backing, BackingKind};
 
 /// Guest memory and page tables, shared by CPUs. The first 512 pages of guest-physical memory can
 /// be mapped.
 pub(super) struct Memory {
     /// Four from the root down, and one above them for roots of level 5.
-    pub(super) tables: [Table; 5],
-    pub(super) pages: Vec<Table>,
-}
-
-#[repr(align(4096))]
-pub(super) struct Table([AtomicU64; 512]);
-
-impl Table {
-    const fn new() -> Table {
-        Table([const { AtomicU64::new(0) }; 512])
-    }
-
-    pub(super) fn hpa(&self) -> Hpa {
-        phys::hpa_of(self.0.as_ptr())
-    }
-
-    pub(super) fn set(&self, index: usize, entry: u64) {
-        self.0[index].store(entry, Ordering::Release);
-    }
+    pub(super) tables: [Page; 5],
+    pub(super) pages: Vec<Page>,
 }
 
 impl Memory {
     pub(super) fn new(nr_pages: usize) -> Arc<Memory> {
         let memory = Arc::new(Memory {
-            tables: std::array::from_fn(|_| Table::new()),
-            pages: (0..nr_pages).map(|_| Table::new()).collect(),
+            tables: std::array::from_fn(|_| Page::new()),
+            pages: (0..nr_pages).map(|_| Page::new()).collect(),
         });
         for level in 0..3 {
             memory.tables[level].0[0].store(memory.tables[level + 1].hpa().0 | 7, Ordering::Relaxed);
@@ -66,7 +50,7 @@ impl Memory {
 struct Flat(Arc<Memory>);
 
 impl FaultHandler for Flat {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError> {
+    fn handle_fault(&mut self, Fault { gpa, access, .. }: Fault) -> Result<Outcome, slat::error::FaultError> {
         let gfn = gpa.gfn().0;
         let Some(page) = self.0.pages.get(gfn as usize) else {
             return Ok(Outcome::Exit(Exit::Mmio { gpa, access }));
@@ -75,22 +59,14 @@ impl FaultHandler for Flat {
         self.0.leaf(gfn).store(page.hpa().0 | 5 | writable, Ordering::Release);
         Ok(Outcome::Resume)
     }
-
-    fn log_modifications(&mut self, written: &[Gpa]) {
-        unreachable!("no CPU has a log: {written:?}");
-    }
 }
 
 /// Returns "resume" and does nothing.
 pub(super) struct Idle;
 
 impl FaultHandler for Idle {
-    fn handle_fault(&mut self, _: Gpa, _: Access) -> Result<Outcome, slat::error::FaultError> {
+    fn handle_fault(&mut self, _: Fault) -> Result<Outcome, slat::error::FaultError> {
         Ok(Outcome::Resume)
-    }
-
-    fn log_modifications(&mut self, written: &[Gpa]) {
-        unreachable!("no CPU has a log: {written:?}");
     }
 }
 
@@ -372,7 +348,7 @@ fn violations(domain: FlushDomain, paging: Paging, nr_turns: u64) -> u64 {
     let found = AtomicU64::new(0);
     // They stay where they are until no CPU runs: a CPU whose translation was not flushed writes to
     // them after its flusher has ended.
-    let spares = [const { [const { Table::new() }; 2] }; 2];
+    let spares = [const { [const { Page::new() }; 2] }; 2];
     // All is mapped, and the guest's page tables are built, before anything is unmapped.
     write_all(&mut cpu_with_paging(&memory, &domain, paging));
     let started = Barrier::new(5);

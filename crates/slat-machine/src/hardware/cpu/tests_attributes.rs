@@ -1,24 +1,21 @@
 //! CPUs find a page that is executed although it must not be, and a device that is accessed through
 //! the caches; and they reach both ends of every address space. Each check is made once more with
-//! an engine that encodes attributes wrongly, which must show.
+//! leaves that have the wrong attributes, which must show.
 
 use core::alloc::Layout;
-use std::cell::Cell;
-use std::marker::PhantomData;
 
 use slat::error::FaultError;
 use slat::format::{
-    CpuFeatures, Ept, Execute, Format, Geometry as Levels, Hardware, LeafAttributes, MemoryType, Npt, Pte, Stage2,
-    Sv39x4, Sv48x4, Sv57x4, Vtd,
+    CpuFeatures, Ept, Execute, Format, Hardware, LeafAttributes, MemoryType, Npt, Stage2, Sv39x4, Sv48x4, Sv57x4, Vtd,
 };
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
-use slat::{Config, Exit, Level, MemoryRegion, MemoryRegionFlags, NodeId, PAGE_SIZE, Pfn, Vm};
+use slat::{Config, Exit, NodeId, PAGE_SIZE, Pfn, Vm};
 
 use super::*;
 use crate::hardware::commit::FlushDomain;
 use crate::hardware::walk::{Memory, Processor};
 use crate::memory::{Backing, BackingKind};
-use crate::vm::host::{BackingSlice, MachineHost};
+use crate::vm::host::{BackingSlice, MachineHost, machine_tables};
 
 const SIZE_BYTES: u64 = 2 << 20;
 /// Pages of the memslot with attributes of their own.
@@ -26,164 +23,77 @@ const DEVICE: u64 = 1;
 const DATA: u64 = 2;
 const USER: u64 = 3;
 
-/// The machine's host, which gives pages attributes.
-struct Attributing(MachineHost);
+/// What a host, or the engine, says wrongly of each page.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Defect {
+    Nothing,
+    /// It is ordinary memory.
+    Memory,
+    /// It may be executed, if it is no device.
+    Execution,
+}
 
-fn attributes_of(page: u64) -> LeafAttributes {
-    match page {
-        DEVICE => LeafAttributes::DEVICE,
-        DATA => LeafAttributes::DATA,
-        USER => LeafAttributes { memory: MemoryType::WriteBack, execute: Execute::User },
-        _ => LeafAttributes::default(),
+/// The machine's host, which gives pages attributes.
+struct Attributing {
+    inner: MachineHost,
+    features: CpuFeatures,
+    defect: Defect,
+}
+
+impl Attributing {
+    fn attributes_of(&self, page: u64) -> LeafAttributes {
+        let attributes = match page {
+            DEVICE => LeafAttributes::DEVICE,
+            DATA => LeafAttributes::DATA,
+            USER => LeafAttributes { memory: MemoryType::WriteBack, execute: Execute::User },
+            _ => LeafAttributes::default(),
+        };
+        // Where write-back memory is what the address says, that is right for a device, too.
+        let has_types = self.features.contains(CpuFeatures::SVPBMT);
+        let memory = if has_types { MemoryType::NonCached } else { MemoryType::WriteBack };
+        match self.defect {
+            Defect::Nothing => attributes,
+            Defect::Memory => LeafAttributes { memory, ..attributes },
+            // The engine refuses a device that may be executed.
+            Defect::Execution if page != DEVICE => LeafAttributes { execute: Execute::All, ..attributes },
+            Defect::Execution => attributes,
+        }
     }
 }
 
 // SAFETY: each method is that of `MachineHost`.
 unsafe impl Host for Attributing {
-    type Backing = BackingSlice;
+    machine_tables!(inner);
 
-    fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
-        self.0.allocate_table(layout, node, wait)
-    }
-    fn node_of(&self, frame: Pfn) -> NodeId {
-        self.0.node_of(frame)
-    }
-    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { self.0.free_table(table, layout) }
-    }
-    fn table_ptr(&self, table: Hpa) -> *mut u8 {
-        self.0.table_ptr(table)
-    }
     fn resolve(&self, backing: &BackingSlice, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
-        let resolved = self.0.resolve(backing, gfn, page, access)?;
-        Ok(Resolved { max_size: slat::PageSize::Size4K, attributes: attributes_of(page), ..resolved })
+        let resolved = self.inner.resolve(backing, gfn, page, access)?;
+        Ok(Resolved { max_size: slat::PageSize::Size4K, attributes: self.attributes_of(page), ..resolved })
     }
     fn flush(&self, ranges: &[GfnRange]) {
-        self.0.flush(ranges);
+        self.inner.flush(ranges);
     }
     fn flush_local(&self, gpa: Gpa) {
-        self.0.flush_local(gpa);
-    }
-    fn timestamp_ns(&self) -> u64 {
-        self.0.timestamp_ns()
+        self.inner.flush_local(gpa);
     }
 }
 
-/// What an engine encodes wrongly.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Defect {
-    Nothing,
-    /// Every page is ordinary memory.
-    Memory,
-    /// Every page may be executed.
-    Execution,
-}
-
-thread_local! {
-    /// That of the VMs that this thread makes.
-    static DEFECT: Cell<Defect> = const { Cell::new(Defect::Nothing) };
-}
-
-/// `F` with the defect, if there is one. One type for all of them: each takes long to compile.
-struct Sabotaged<F>(PhantomData<fn() -> F>);
-
-// SAFETY: PTEs are those of `F`. Attributes are some of `F`'s.
-unsafe impl<F: Format> Format for Sabotaged<F> {
-    type Walkers = F::Walkers;
-
-    const NAME: &'static str = F::NAME;
-    const ROOT_LEVEL: Level = F::ROOT_LEVEL;
-    const GPA_BITS: u32 = F::GPA_BITS;
-    const GEOMETRIES: &'static [Levels] = F::GEOMETRIES;
-    const HPA_BITS: u32 = F::HPA_BITS;
-    const MAX_ROOT_ENTRIES: usize = F::MAX_ROOT_ENTRIES;
-    const TABLE_ENTRIES: usize = F::TABLE_ENTRIES;
-    const ADDRESS: u64 = F::ADDRESS;
-    const HAS_ADDRESS_BITS: bool = F::HAS_ADDRESS_BITS;
-    const FEATURES: CpuFeatures = F::FEATURES;
-    const WRITABLE: u64 = F::WRITABLE;
-    const ACCESSED: u64 = F::ACCESSED;
-    const DIRTY: u64 = F::DIRTY;
-    const HAS_DIRTY_BIT: bool = F::HAS_DIRTY_BIT;
-    const HOST_WRITABLE: u64 = F::HOST_WRITABLE;
-    const WAS_DIRTY: u64 = F::WAS_DIRTY;
-    const GENERATION: u64 = F::GENERATION;
-    const BREAK_BEFORE_MAKE: bool = F::BREAK_BEFORE_MAKE;
-    const NEEDS_LOCAL_FLUSH: bool = F::NEEDS_LOCAL_FLUSH;
-    const HAS_MODIFICATION_LOG: bool = F::HAS_MODIFICATION_LOG;
-    const ATTRIBUTES: u64 = F::ATTRIBUTES;
-
-    fn is_present(pte: Pte) -> bool {
-        F::is_present(pte)
-    }
-    fn is_leaf(pte: Pte, level: Level) -> bool {
-        F::is_leaf(pte, level)
-    }
-    fn leaf(pfn: Pfn, level: Level) -> Pte {
-        F::leaf(pfn, level)
-    }
-    fn table(table: Hpa) -> Pte {
-        F::table(table)
-    }
-    fn root_entries(root_level: Level, gpa_bits: u32) -> usize {
-        F::root_entries(root_level, gpa_bits)
-    }
-    fn address_bits(hpa: Hpa) -> u64 {
-        F::address_bits(hpa)
-    }
-    fn hpa(bits: u64) -> Hpa {
-        F::hpa(bits)
-    }
-    fn attribute_bits(attributes: LeafAttributes, hardware: &Hardware) -> Option<u64> {
-        // Where write-back memory is what the address says, that is right for a device, too.
-        let has_types = hardware.features.contains(CpuFeatures::SVPBMT);
-        let memory = if has_types { MemoryType::NonCached } else { MemoryType::WriteBack };
-        let encoded = match DEFECT.get() {
-            Defect::Nothing => attributes,
-            Defect::Memory => LeafAttributes { memory, ..attributes },
-            Defect::Execution => LeafAttributes { execute: Execute::All, ..attributes },
-        };
-        F::attribute_bits(encoded, hardware)
-    }
-    fn attribute_bits_at(bits: u64, level: Level) -> u64 {
-        F::attribute_bits_at(bits, level)
-    }
-    fn pack_attributes(pte: Pte, level: Level) -> u64 {
-        F::pack_attributes(pte, level)
-    }
-    fn unpack_attributes(packed: u64, level: Level) -> u64 {
-        F::unpack_attributes(packed, level)
-    }
-    fn may_execute(pte: Pte, access: Access) -> bool {
-        F::may_execute(pte, access)
-    }
-}
-
-/// A VM of an engine that may have a defect, and a CPU, which has none.
+/// A VM whose leaves may be wrong, and a CPU, which finds that.
 struct Machine<F: Format> {
-    vm: Arc<Vm<Attributing, Sabotaged<F>>>,
-    cpu: Cpu<Vcpu<Attributing, Sabotaged<F>>, F>,
+    vm: Arc<Vm<Attributing, F>>,
+    cpu: Cpu<Vcpu<Attributing, F>, F>,
     backing: Backing,
 }
 
 impl<F: HardwareFormat> Machine<F> {
     /// With memslots of [`SIZE_BYTES`] at `starts`, over the same memory.
-    fn new(hardware: Hardware, starts: &[u64]) -> Machine<F> {
+    fn new(hardware: Hardware, defect: Defect, starts: &[u64]) -> Machine<F> {
         let domain = Arc::new(FlushDomain::new());
-        let host = Attributing(MachineHost::new(Arc::clone(&domain), 1 << 10).unwrap());
-        let vm = Arc::new(Vm::<_, Sabotaged<F>>::new(host, Config::default().with_hardware(hardware)).unwrap());
+        let inner = MachineHost::new(Arc::clone(&domain), 1 << 10).unwrap();
+        let host = Attributing { inner, features: hardware.features, defect };
+        let vm = Arc::new(Vm::<_, F>::new(host, Config::default().with_hardware(hardware)).unwrap());
         let backing = Backing::new(BackingKind::Anonymous, SIZE_BYTES).unwrap();
         for (slot, &start) in (0..).zip(starts) {
-            let region = MemoryRegion {
-                slot,
-                flags: MemoryRegionFlags::empty(),
-                guest_phys_addr: Gpa(start),
-                memory_size: SIZE_BYTES,
-                backing: Some(BackingSlice { backing: backing.clone(), offset_bytes: 0 }),
-                userfault_bitmap: None,
-            };
-            vm.set_user_memory_region(region).unwrap();
+            vm.set_user_memory_region(BackingSlice::region(slot, Gpa(start), &backing)).unwrap();
         }
         let device = backing.frame_of(DEVICE).unwrap().hpa().0;
         let cpu = Cpu::new(vm.create_vcpu().unwrap(), Port::new(&domain), 1, vm.root(), Geometry::default())
@@ -211,11 +121,9 @@ fn finding<T: std::fmt::Debug>(result: Result<T, CpuError>) -> Finding {
     }
 }
 
-/// What a CPU finds that reads the device, and that fetches from data, as an engine with `defect`
-/// maps them.
+/// What a CPU finds that reads the device, and that fetches from data, mapped with `defect`.
 fn findings<F: HardwareFormat>(hardware: Hardware, defect: Defect) -> [Finding; 2] {
-    DEFECT.set(defect);
-    let Machine { vm: _vm, mut cpu, backing } = Machine::<F>::new(hardware, &[0]);
+    let Machine { vm: _vm, mut cpu, backing } = Machine::<F>::new(hardware, defect, &[0]);
     let at = |page: u64| Gva(page * PAGE_SIZE);
     assert_eq!((cpu.write(at(0), 7), cpu.fetch(at(0), Access::Execute)), (Ok(()), Ok(7)));
     assert_eq!(cpu.fetch(at(0), Access::ExecuteUser), Ok(7));
@@ -270,9 +178,8 @@ fn where_tables_have_no_memory_types_nothing_is_found() {
 #[test]
 fn user_code_is_not_executed_by_the_supervisor() {
     fn of<F: HardwareFormat>(features: CpuFeatures, defect: Defect) -> [Finding; 2] {
-        DEFECT.set(defect);
         let hardware = Hardware { features, ..Hardware::default() };
-        let Machine { vm: _vm, mut cpu, .. } = Machine::<F>::new(hardware, &[0]);
+        let Machine { vm: _vm, mut cpu, .. } = Machine::<F>::new(hardware, defect, &[0]);
         cpu.write(Gva(USER * PAGE_SIZE), 5).unwrap();
         [Access::ExecuteUser, Access::Execute].map(|access| finding(cpu.fetch(Gva(USER * PAGE_SIZE), access)))
     }
@@ -286,7 +193,7 @@ fn user_code_is_not_executed_by_the_supervisor() {
 fn both_ends<F: HardwareFormat>(gpa_bits: u8, levels: u8) {
     let hardware = Hardware { gpa_bits: Some(gpa_bits), levels: Some(levels), ..Hardware::default() };
     let end = 1_u64 << gpa_bits;
-    let Machine { vm, mut cpu, backing } = Machine::<F>::new(hardware, &[0, end - SIZE_BYTES]);
+    let Machine { vm, mut cpu, backing } = Machine::<F>::new(hardware, Defect::Nothing, &[0, end - SIZE_BYTES]);
     let what = format!("{} with {levels} levels and {gpa_bits} bits", F::NAME);
     // Both memslots are the same memory; the walk alone tells which page is which.
     for (gva, value) in [(0, 1), (SIZE_BYTES - 8, 2), (end - SIZE_BYTES + 8, 3), (end - 16, 4)] {

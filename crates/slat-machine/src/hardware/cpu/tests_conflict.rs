@@ -22,13 +22,9 @@ struct Entries {
 struct Spurious;
 
 impl FaultHandler for Spurious {
-    fn handle_fault(&mut self, gpa: Gpa, _: Access) -> Result<Outcome, slat::error::FaultError> {
-        flush_local(gpa);
+    fn handle_fault(&mut self, fault: Fault) -> Result<Outcome, slat::error::FaultError> {
+        flush_local(fault.gpa);
         Ok(Outcome::Resume)
-    }
-
-    fn log_modifications(&mut self, written: &[Gpa]) {
-        unreachable!("no CPU has a log: {written:?}");
     }
 }
 
@@ -145,7 +141,7 @@ fn a_small_page_beside_a_cached_huge_one_is_a_conflict_where_there_are_any() {
 fn through_the_other_table<F: HardwareFormat>(scope: Option<Scope>) -> u64 {
     let mut guest = Guest::<F>::new();
     let (first, other) = (&guest.memory.pages[0], &guest.memory.pages[1]);
-    let leaf = |at: &super::tests::Table| leaf::<F>(at.hpa().0, Level::L4K);
+    let leaf = |at: &crate::hardware::walk::tests::Page| leaf::<F>(at.hpa().0, Level::L4K);
     guest.memory.leaf(4).store(leaf(first), Ordering::Relaxed);
     guest.memory.pages[2].set(4, leaf(other));
     other.set(0, 7);

@@ -66,7 +66,7 @@ impl Marks {
 struct Marking(Arc<Marks>);
 
 impl FaultHandler for Marking {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::error::FaultError> {
+    fn handle_fault(&mut self, Fault { gpa, access, .. }: Fault) -> Result<Outcome, slat::error::FaultError> {
         Ok(Outcome::Exit(Exit::Mmio { gpa, access }))
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use slat::dirty::DirtyTracking;
 use slat::error::FaultError;
-use slat::format::{Format, Stage2, Sv39x4, Sv48x4};
+use slat::format::{Format, Npt, Stage2, Sv39x4, Sv48x4, Sv57x4};
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved};
 use slat::{Config, MemoryRegion, MemoryRegionFlags, NodeId, PAGE_SIZE, Pfn, Vm};
 
@@ -18,7 +18,7 @@ use super::*;
 use crate::hardware::commit::FlushDomain;
 use crate::hardware::walk::Marks;
 use crate::memory::{Backing, BackingKind};
-use crate::vm::host::{BackingSlice, MachineHost};
+use crate::vm::host::{BackingSlice, MachineHost, machine_tables};
 
 /// Pages of a page-table page of the lowest level.
 pub(super) const BLOCK: u64 = 512;
@@ -86,21 +86,8 @@ impl Careless {
 // SAFETY: as `MachineHost`, but for the flush. Page-table pages and guest memory stay mapped as
 // long as the CPUs live, so that a stale access is of memory that is there.
 unsafe impl Host for Careless {
-    type Backing = BackingSlice;
+    machine_tables!(inner);
 
-    fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
-        self.inner.allocate_table(layout, node, wait)
-    }
-    fn node_of(&self, frame: Pfn) -> NodeId {
-        self.inner.node_of(frame)
-    }
-    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { self.inner.free_table(table, layout) }
-    }
-    fn table_ptr(&self, table: Hpa) -> *mut u8 {
-        self.inner.table_ptr(table)
-    }
     fn resolve(&self, backing: &BackingSlice, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Unresolved> {
         let is_moved = self.is_moved.lock();
         let block = &is_moved[(page - page % BLOCK) as usize..][..BLOCK as usize];
@@ -135,9 +122,6 @@ unsafe impl Host for Careless {
     fn needs_zapped_leaves(&self) -> bool {
         self.zapped_leaves == ZappedLeaves::Needed
     }
-    fn timestamp_ns(&self) -> u64 {
-        0
-    }
 }
 
 /// The engine, which fails after a bounded number of faults.
@@ -147,12 +131,9 @@ pub(super) struct Engine<F: Format> {
 }
 
 impl<F: Format> FaultHandler for Engine<F> {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, FaultError> {
+    fn handle_fault(&mut self, Fault { gpa, access, .. }: Fault) -> Result<Outcome, FaultError> {
         self.faults_left = self.faults_left.checked_sub(1).ok_or(FaultError::Busy { gpa })?;
         self.vcpu.handle_fault(gpa, access)
-    }
-    fn log_modifications(&mut self, written: &[Gpa]) {
-        unreachable!("no CPU has a log: {written:?}");
     }
 }
 
@@ -323,14 +304,35 @@ fn right<F: HardwareFormat>(local: Local, is_enough: bool) {
 }
 
 #[test]
+fn a_right_that_was_restored_needs_the_local_flush_where_its_lack_is_cached() {
+    slat::for_each_format!(F => {
+        right::<F>(Local::AsTheManual, true);
+        right::<F>(Local::By(&[]), !F::NEEDS_LOCAL_FLUSH);
+    });
+}
+
+/// The fault of a CPU that has kept a right's lack counts as spurious: the leaf has the right.
+#[test]
+fn a_fault_on_a_kept_pte_is_spurious() {
+    slat::for_each_format!(F => {
+        let machine = Machine::<F>::new(Paging::Off, Marks::ByHardware);
+        machine.write(0, 0, 1).unwrap();
+        machine.set_region(MemoryRegionFlags::LOG_DIRTY_PAGES, None);
+        machine.read(1, 0).unwrap();
+        machine.cpus[1].lock().handler.faults_left = 0;
+        assert!(is_for_ever(&machine.cpus[1].lock().write(Gva(16), 3)), "the engine has not handled it yet");
+        machine.write(0, 8, 2).unwrap();
+        let nr_spurious = machine.vm.stats().spurious;
+        machine.write(1, 16, 3).unwrap();
+        let nr_spurious = machine.vm.stats().spurious - nr_spurious;
+        assert_eq!(nr_spurious, u64::from(F::NEEDS_LOCAL_FLUSH), "{}", F::NAME);
+    });
+}
+
+#[test]
 fn a_right_that_was_restored_needs_each_part_of_the_local_flush() {
-    right::<Stage2>(Local::AsTheManual, true);
-    right::<Stage2>(Local::By(&[]), false);
     right::<Stage2>(Local::By(SECOND_STAGE), false);
     right::<Stage2>(Local::By(COMBINED), false);
-    right::<Sv39x4>(Local::AsTheManual, true);
-    right::<Sv48x4>(Local::AsTheManual, true);
-    right::<Sv39x4>(Local::By(&[]), false);
     right::<Sv39x4>(Local::By(LEAVES), true);
 }
 
@@ -349,13 +351,33 @@ fn leaf<F: HardwareFormat>(local: Local, in_table: bool, with_table: bool) {
 
 #[test]
 fn a_pte_that_was_not_valid_needs_the_local_flush_where_it_is_cached() {
-    leaf::<Stage2>(Local::AsTheManual, true, true);
+    slat::for_each_format!(F => {
+        leaf::<F>(Local::AsTheManual, true, true);
+    });
+    leaf::<Npt>(Local::By(&[]), true, true);
     leaf::<Stage2>(Local::By(&[]), true, true);
-    leaf::<Sv39x4>(Local::AsTheManual, true, true);
-    leaf::<Sv48x4>(Local::AsTheManual, true, true);
     leaf::<Sv39x4>(Local::By(&[]), false, false);
+    leaf::<Sv48x4>(Local::By(&[]), false, false);
+    leaf::<Sv57x4>(Local::By(&[]), false, false);
     // One above the lowest level is no leaf PTE.
     leaf::<Sv39x4>(Local::By(LEAVES), true, false);
+}
+
+/// A flush of all CPUs also ends the faults on a page; a flush of another page does not.
+#[test]
+fn a_kept_fault_ends_with_a_flush_of_its_page() {
+    for (page, is_flushed) in [(1, true), (0, false)] {
+        let machine = Machine::<Sv39x4>::new(Paging::Off, Marks::ByHardware);
+        // With it comes the page-table page.
+        machine.write(0, 0, 1).unwrap();
+        machine.leave_out(Flush::AsTheManual, Local::By(&[]));
+        assert!(is_for_ever(&machine.read(0, PAGE_SIZE)));
+        drop(machine.vm.invalidate_range(GfnRange::new(Gfn(page), 1)).unwrap());
+        machine.leave_out(Flush::AsTheManual, Local::AsTheManual);
+        machine.read(1, PAGE_SIZE).unwrap();
+        machine.leave_out(Flush::AsTheManual, Local::By(&[]));
+        assert_eq!(is_for_ever(&machine.read(0, PAGE_SIZE)), !is_flushed);
+    }
 }
 
 /// Whether CPU 1 reads page 0 while that is being invalidated. It read it before, and reads again

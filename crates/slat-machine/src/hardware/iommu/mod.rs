@@ -121,17 +121,10 @@ impl Recorder {
 }
 
 impl FaultHandler for Recorder {
-    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, FaultError> {
+    fn handle_fault(&mut self, fault: Fault) -> Result<Outcome, FaultError> {
+        let Fault { gpa, access, code } = fault;
+        self.record(gpa, access, code);
         Ok(Outcome::Exit(Exit::Mmio { gpa, access }))
-    }
-
-    fn handle(&mut self, fault: Fault) -> Result<Outcome, FaultError> {
-        self.record(fault.gpa, fault.access, fault.code);
-        self.handle_fault(fault.gpa, fault.access)
-    }
-
-    fn log_modifications(&mut self, _written: &[Gpa]) {
-        // An IOMMU has no page-modification log.
     }
 }
 

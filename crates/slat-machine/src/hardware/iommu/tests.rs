@@ -18,7 +18,7 @@ use super::*;
 use crate::hardware::commit::{Defect, FlushDomain};
 use crate::hardware::walk::HardwareFormat;
 use crate::memory::{Backing, BackingKind};
-use crate::vm::host::{BackingSlice, MachineHost};
+use crate::vm::host::{BackingSlice, MachineHost, machine_tables};
 
 const NR_PAGES: u64 = 2048;
 const SIZE_BYTES: u64 = NR_PAGES * PAGE_SIZE;
@@ -36,21 +36,8 @@ struct DeviceHost {
 
 // SAFETY: each method is that of `MachineHost`.
 unsafe impl Host for DeviceHost {
-    type Backing = BackingSlice;
+    machine_tables!(inner);
 
-    fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
-        self.inner.allocate_table(layout, node, wait)
-    }
-    fn node_of(&self, frame: Pfn) -> NodeId {
-        self.inner.node_of(frame)
-    }
-    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { self.inner.free_table(table, layout) }
-    }
-    fn table_ptr(&self, table: Hpa) -> *mut u8 {
-        self.inner.table_ptr(table)
-    }
     fn resolve(&self, _: &BackingSlice, _: Gfn, _: u64, _: Access) -> Result<Resolved, Unresolved> {
         Err(Unresolved::Gone)
     }
@@ -59,9 +46,6 @@ unsafe impl Host for DeviceHost {
     }
     fn release_mapped(&self, range: GfnRange, first: Pfn) {
         self.released.lock().push((range, first));
-    }
-    fn timestamp_ns(&self) -> u64 {
-        self.inner.timestamp_ns()
     }
 }
 

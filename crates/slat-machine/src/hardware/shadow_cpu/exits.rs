@@ -3,7 +3,7 @@
 use slat::shadow::{Gva, PagingRegister, PagingRegisters, Privilege};
 use slat::{Gpa, Outcome};
 
-use super::{CpuError, NeededRights, ShadowCpu, ShadowHandler};
+use super::{CpuError, NeededRights, ShadowCpu, ShadowExit, ShadowHandler};
 use crate::hardware::cpu::CR3_KEEP;
 use crate::hardware::walk::guest::GuestFault;
 
@@ -64,39 +64,20 @@ impl ShadowCpuCounters {
 }
 
 impl<V: ShadowHandler> ShadowCpu<V> {
-    /// MOV to CR0.
+    /// MOV to CR0, CR3 or CR4, or WRMSR of IA32_EFER. Of CR3, with CR4.PCIDE, bit 63 allows the CPU
+    /// to keep translations of the PCID.
     ///
     /// # Errors
     /// [`CpuError`]: nothing has changed.
-    pub fn mov_to_cr0(&mut self, value: u64) -> Result<(), CpuError> {
-        self.write_register(PagingRegister::Cr0, value)
-    }
-
-    /// MOV to CR4.
-    ///
-    /// # Errors
-    /// [`CpuError`]: nothing has changed.
-    pub fn mov_to_cr4(&mut self, value: u64) -> Result<(), CpuError> {
-        self.write_register(PagingRegister::Cr4, value)
-    }
-
-    /// WRMSR of IA32_EFER.
-    ///
-    /// # Errors
-    /// [`CpuError`]: nothing has changed.
-    pub fn write_efer(&mut self, value: u64) -> Result<(), CpuError> {
-        self.write_register(PagingRegister::Efer, value)
-    }
-
-    /// MOV to CR3: with CR4.PCIDE, bit 63 allows the CPU to keep translations of the PCID.
-    ///
-    /// # Errors
-    /// [`CpuError`]: nothing has changed.
-    pub fn mov_to_cr3(&mut self, value: u64) -> Result<(), CpuError> {
+    pub fn write_register(&mut self, register: PagingRegister, value: u64) -> Result<(), CpuError> {
         self.begin_exit()?;
-        self.counters.nr_cr3_exits += 1;
-        finish(self.handler.load_cr3(value)?)?;
-        self.registers.cr3 = value & !CR3_KEEP;
+        let (count, kept) = match register {
+            PagingRegister::Cr3 => (&mut self.counters.nr_cr3_exits, value & !CR3_KEEP),
+            _ => (&mut self.counters.nr_register_exits, value),
+        };
+        *count += 1;
+        self.exit(ShadowExit::WriteRegister(register, value))?;
+        self.now_has(self.registers.with(register, kept));
         Ok(())
     }
 
@@ -107,7 +88,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
     pub fn invlpg(&mut self, gva: Gva) -> Result<(), CpuError> {
         self.begin_exit()?;
         self.counters.nr_invlpg_exits += 1;
-        finish(self.handler.invlpg(gva)?)
+        self.exit(ShadowExit::Invlpg(gva))
     }
 
     /// INVPCID of type `kind`. The descriptor's two words are the PCID and the linear address.
@@ -117,7 +98,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
     pub fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<(), CpuError> {
         self.begin_exit()?;
         self.counters.nr_invpcid_exits += 1;
-        finish(self.handler.invpcid(kind, descriptor)?)
+        self.exit(ShadowExit::Invpcid(kind, descriptor))
     }
 
     /// Sets all registers at once, for the hypervisor: the start or restoration of a guest.
@@ -126,16 +107,8 @@ impl<V: ShadowHandler> ShadowCpu<V> {
     /// [`CpuError`]: nothing has changed.
     pub fn set_registers(&mut self, registers: PagingRegisters) -> Result<(), CpuError> {
         self.loaded = None;
-        self.handler.set_paging_registers(registers)?;
+        self.exit(ShadowExit::SetRegisters(registers))?;
         self.now_has(registers);
-        Ok(())
-    }
-
-    fn write_register(&mut self, register: PagingRegister, value: u64) -> Result<(), CpuError> {
-        self.begin_exit()?;
-        self.counters.nr_register_exits += 1;
-        finish(self.handler.write_paging_register(register, value)?)?;
-        self.now_has(self.registers.with(register, value));
         Ok(())
     }
 
@@ -160,15 +133,15 @@ impl<V: ShadowHandler> ShadowCpu<V> {
     #[cold]
     #[inline(never)]
     pub(super) fn emulate_write(&mut self, gpa: Gpa, value: u64) -> Result<(), CpuError> {
-        finish(self.handler.write_guest_table(gpa, &value.to_le_bytes())?)?;
+        self.exit(ShadowExit::WriteTable(gpa, value))?;
         self.counters.nr_emulated_writes += 1;
         Ok(())
     }
-}
 
-fn finish(outcome: Outcome) -> Result<(), CpuError> {
-    match outcome {
-        Outcome::Resume => Ok(()),
-        Outcome::Exit(exit) => Err(exit.into()),
+    fn exit(&mut self, exit: ShadowExit) -> Result<(), CpuError> {
+        match self.handler.handle_exit(exit)? {
+            Outcome::Resume => Ok(()),
+            Outcome::Exit(exit) => Err(exit.into()),
+        }
     }
 }

@@ -5,6 +5,23 @@ use slat::format::Npt;
 use slat::shadow::{GuestAccess, GuestEntry, Gva, PagingRegister, PagingRegisters};
 use slat::{Gpa, Host, Outcome, Vcpu};
 
+/// Why the CPU has left the guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ShadowExit {
+    /// The guest writes CR0, CR3, CR4 or EFER: see [`Vcpu::write_paging_register`].
+    WriteRegister(PagingRegister, u64),
+    /// The hypervisor sets all of them: see [`Vcpu::set_paging_registers`].
+    SetRegisters(PagingRegisters),
+    /// The guest invalidates a page: see [`Vcpu::invlpg`].
+    Invlpg(Gva),
+    /// The guest invalidates by PCID, with this type and descriptor: see [`Vcpu::invpcid`].
+    Invpcid(u64, [u64; 2]),
+    /// A page fault: see [`Vcpu::handle_page_fault`].
+    PageFault(Gva, GuestAccess),
+    /// A write of the guest is to be emulated: see [`Vcpu::write_guest_table`].
+    WriteTable(Gpa, u64),
+}
+
 /// Handles the exits: the engine's [`Vcpu`], or a test.
 pub trait ShadowHandler {
     /// What to load before the guest runs: called before each entry. See [`Vcpu::entry`].
@@ -13,47 +30,11 @@ pub trait ShadowHandler {
     /// The engine's: the guest cannot run.
     fn entry(&mut self) -> Result<GuestEntry, FaultError>;
 
-    /// The guest writes CR0, CR4 or EFER: see [`Vcpu::write_paging_register`].
+    /// Handles an exit.
     ///
     /// # Errors
     /// The engine's.
-    fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, FaultError>;
-
-    /// The hypervisor sets all of them: see [`Vcpu::set_paging_registers`].
-    ///
-    /// # Errors
-    /// The engine's.
-    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), FaultError>;
-
-    /// The guest writes CR3: see [`Vcpu::load_cr3`].
-    ///
-    /// # Errors
-    /// The engine's.
-    fn load_cr3(&mut self, value: u64) -> Result<Outcome, FaultError>;
-
-    /// The guest invalidates a page: see [`Vcpu::invlpg`].
-    ///
-    /// # Errors
-    /// The engine's.
-    fn invlpg(&mut self, gva: Gva) -> Result<Outcome, FaultError>;
-
-    /// The guest invalidates by PCID: see [`Vcpu::invpcid`].
-    ///
-    /// # Errors
-    /// The engine's.
-    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, FaultError>;
-
-    /// Handles a page fault: see [`Vcpu::handle_page_fault`].
-    ///
-    /// # Errors
-    /// The engine's.
-    fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, FaultError>;
-
-    /// Emulates a write of the guest: see [`Vcpu::write_guest_table`].
-    ///
-    /// # Errors
-    /// The engine's.
-    fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, FaultError>;
+    fn handle_exit(&mut self, exit: ShadowExit) -> Result<Outcome, FaultError>;
 }
 
 impl<H: Host> ShadowHandler for Vcpu<H, Npt> {
@@ -61,31 +42,15 @@ impl<H: Host> ShadowHandler for Vcpu<H, Npt> {
         Vcpu::entry(self)
     }
 
-    fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, FaultError> {
-        Vcpu::write_paging_register(self, register, value)
-    }
-
-    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), FaultError> {
-        Vcpu::set_paging_registers(self, registers)
-    }
-
-    fn load_cr3(&mut self, value: u64) -> Result<Outcome, FaultError> {
-        Vcpu::load_cr3(self, value)
-    }
-
-    fn invlpg(&mut self, gva: Gva) -> Result<Outcome, FaultError> {
-        Vcpu::invlpg(self, gva)
-    }
-
-    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, FaultError> {
-        Vcpu::invpcid(self, kind, descriptor)
-    }
-
-    fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, FaultError> {
-        Vcpu::handle_page_fault(self, gva, access)
-    }
-
-    fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, FaultError> {
-        Vcpu::write_guest_table(self, gpa, bytes)
+    #[inline]
+    fn handle_exit(&mut self, exit: ShadowExit) -> Result<Outcome, FaultError> {
+        match exit {
+            ShadowExit::WriteRegister(register, value) => self.write_paging_register(register, value),
+            ShadowExit::SetRegisters(registers) => self.set_paging_registers(registers).map(|()| Outcome::Resume),
+            ShadowExit::Invlpg(gva) => self.invlpg(gva),
+            ShadowExit::Invpcid(kind, descriptor) => self.invpcid(kind, descriptor),
+            ShadowExit::PageFault(gva, access) => self.handle_page_fault(gva, access),
+            ShadowExit::WriteTable(gpa, value) => self.write_guest_table(gpa, &value.to_le_bytes()),
+        }
     }
 }

@@ -53,7 +53,7 @@ use crate::hardware::walk::{Processor, Walker};
 use crate::memory::phys;
 
 pub use exits::ShadowCpuCounters;
-pub use handler::ShadowHandler;
+pub use handler::{ShadowExit, ShadowHandler};
 
 /// CR0.PG.
 const CR0_PAGING: u64 = 1 << 31;
@@ -382,7 +382,8 @@ impl<V: ShadowHandler> ShadowCpu<V> {
             std::thread::yield_now();
         }
         self.loaded = None;
-        match self.handler.handle_page_fault(gva, GuestAccess { access, privilege: self.privilege })? {
+        let exit = ShadowExit::PageFault(gva, GuestAccess { access, privilege: self.privilege });
+        match self.handler.handle_exit(exit)? {
             Outcome::Resume => Ok(Miss::Again),
             Outcome::Exit(Exit::EmulateWrite { gpa }) => Ok(Miss::Emulate(gpa)),
             Outcome::Exit(exit) => {

@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 use slat::error::FaultError;
-use slat::shadow::PagingRegister;
+use slat::shadow::PagingRegister::Cr3;
 use slat::{Gfn, GfnRange};
 
 use super::*;
 use crate::hardware::commit::FlushDomain;
+use crate::hardware::walk::tests::Page;
 
 pub(super) const PRESENT: u64 = 1;
 pub(super) const RW: u64 = 2;
@@ -21,15 +22,6 @@ pub(super) const D: u64 = 1 << 6;
 pub(super) const PS: u64 = 1 << 7;
 pub(super) const NX: u64 = 1 << 63;
 const LINK: u64 = PRESENT | RW | US;
-
-#[repr(align(4096))]
-struct Table([AtomicU64; 512]);
-
-impl Table {
-    fn hpa(&self) -> Hpa {
-        phys::hpa_of(self.0.as_ptr())
-    }
-}
 
 /// Indexes 1 (of level 5), 2, 3, 4, and 5 plus the page's number.
 const INDEXES: [u64; 5] = [5, 4, 3, 2, 1];
@@ -46,16 +38,10 @@ pub(super) fn at_in_five_levels(n: u64) -> Gva {
 }
 
 /// A call of the hypervisor.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Call {
     Entry,
-    WriteRegister(PagingRegister, u64),
-    SetRegisters(PagingRegisters),
-    LoadCr3(u64),
-    Invlpg(Gva),
-    Invpcid(u64, [u64; 2]),
-    Fault(Gva, GuestAccess),
-    Write(Gpa, Vec<u8>),
+    Exit(ShadowExit),
 }
 
 /// Its answer.
@@ -78,8 +64,8 @@ pub(super) struct Script {
 
 /// Two address spaces, with page tables of five levels each, and the pages that they map.
 pub(super) struct World {
-    spaces: [[Table; 5]; 2],
-    data: [Table; NR_PAGES],
+    spaces: [[Page; 5]; 2],
+    data: [Page; NR_PAGES],
     pub(super) domain: Arc<FlushDomain>,
     script: Mutex<Script>,
 }
@@ -88,11 +74,10 @@ impl World {
     /// All pages are mapped, writable, for the user, in both spaces: in the second in reverse
     /// order.
     pub(super) fn new() -> Arc<World> {
-        let table = || Table([const { AtomicU64::new(0) }; 512]);
         let entry = GuestEntry { root: Hpa(0), levels: 4, pcid: 1, flush: LocalFlush::None };
         let world = Arc::new(World {
-            spaces: std::array::from_fn(|_| std::array::from_fn(|_| table())),
-            data: std::array::from_fn(|_| table()),
+            spaces: std::array::from_fn(|_| std::array::from_fn(|_| Page::new())),
+            data: std::array::from_fn(|_| Page::new()),
             domain: Arc::new(FlushDomain::waiting()),
             script: Mutex::new(Script { entry, calls: vec![], answers: VecDeque::new() }),
         });
@@ -154,27 +139,6 @@ impl World {
 
 pub(super) struct Hypervisor(Arc<World>);
 
-impl Hypervisor {
-    fn answer(&self, call: Call) -> Result<Outcome, FaultError> {
-        let mut script = self.0.script();
-        let is_fault = matches!(call, Call::Fault(..));
-        script.calls.push(call.clone());
-        match (script.answers.pop_front(), call) {
-            (Some(Answer::Exit(exit)), _) => Ok(Outcome::Exit(exit)),
-            (Some(Answer::Fail(error)), _) => Err(error),
-            (Some(Answer::Map(page, entry)), _) => {
-                self.0.set(0, 1, page, entry);
-                Ok(Outcome::Resume)
-            }
-            (None, Call::Fault(gva, _)) => Ok(Outcome::Exit(Exit::PageFault { gva, error_code: 1 << 7 })),
-            (None, _) => {
-                assert!(!is_fault);
-                Ok(Outcome::Resume)
-            }
-        }
-    }
-}
-
 impl ShadowHandler for Hypervisor {
     fn entry(&mut self) -> Result<GuestEntry, FaultError> {
         let mut script = self.0.script();
@@ -184,33 +148,19 @@ impl ShadowHandler for Hypervisor {
         Ok(entry)
     }
 
-    fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, FaultError> {
-        self.answer(Call::WriteRegister(register, value))
-    }
-
-    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), FaultError> {
-        assert_eq!(self.answer(Call::SetRegisters(registers))?, Outcome::Resume);
-        Ok(())
-    }
-
-    fn load_cr3(&mut self, value: u64) -> Result<Outcome, FaultError> {
-        self.answer(Call::LoadCr3(value))
-    }
-
-    fn invlpg(&mut self, gva: Gva) -> Result<Outcome, FaultError> {
-        self.answer(Call::Invlpg(gva))
-    }
-
-    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, FaultError> {
-        self.answer(Call::Invpcid(kind, descriptor))
-    }
-
-    fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, FaultError> {
-        self.answer(Call::Fault(gva, access))
-    }
-
-    fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, FaultError> {
-        self.answer(Call::Write(gpa, bytes.to_vec()))
+    fn handle_exit(&mut self, exit: ShadowExit) -> Result<Outcome, FaultError> {
+        let mut script = self.0.script();
+        script.calls.push(Call::Exit(exit));
+        match (script.answers.pop_front(), exit) {
+            (Some(Answer::Exit(exit)), _) => Ok(Outcome::Exit(exit)),
+            (Some(Answer::Fail(error)), _) => Err(error),
+            (Some(Answer::Map(page, entry)), _) => {
+                self.0.set(0, 1, page, entry);
+                Ok(Outcome::Resume)
+            }
+            (None, ShadowExit::PageFault(gva, _)) => Ok(Outcome::Exit(Exit::PageFault { gva, error_code: 1 << 7 })),
+            (None, _) => Ok(Outcome::Resume),
+        }
     }
 }
 
@@ -383,7 +333,7 @@ fn a_flush_drops_its_translations_and_no_others() {
     assert_eq!(local(LocalFlush::All), none);
     // Not even the guest's own instructions: the hypervisor decides their effect.
     let instructions = stale_after(|_, cpu| {
-        assert_eq!((cpu.invlpg(at(0)), cpu.mov_to_cr3(0), cpu.invpcid(2, [0; 2])), (Ok(()), Ok(()), Ok(())));
+        assert_eq!((cpu.invlpg(at(0)), cpu.write_register(Cr3, 0), cpu.invpcid(2, [0; 2])), (Ok(()), Ok(()), Ok(())));
     });
     assert_eq!(instructions, all);
     // Flushes of the domain, of any range.

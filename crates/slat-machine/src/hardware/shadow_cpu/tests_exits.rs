@@ -4,7 +4,7 @@
 use super::tests::*;
 use super::*;
 use slat::error::FaultError;
-use slat::shadow::PagingRegister;
+use slat::shadow::PagingRegister::{self, Cr0, Cr3, Cr4, Efer};
 
 /// The calls of the hypervisor since the last time.
 fn calls(world: &World) -> Vec<Call> {
@@ -15,6 +15,7 @@ fn answer(world: &World, answer: Answer) {
     world.script().answers.push_back(answer);
 }
 
+const REGISTERS: [PagingRegister; 4] = [Cr0, Cr3, Cr4, Efer];
 const READ: GuestAccess = GuestAccess { access: Access::Read, privilege: Privilege::Supervisor };
 const WRITE: GuestAccess = GuestAccess { access: Access::Write, privilege: Privilege::Supervisor };
 
@@ -23,20 +24,18 @@ fn each_exit_is_followed_by_one_entry() {
     let world = World::new();
     let mut cpu = world.cpu();
     let registers = long_mode(0);
-    let expected = |call: Call| vec![Call::Entry, call];
-    assert_eq!(cpu.mov_to_cr4(registers.cr4), Ok(()));
-    assert_eq!(calls(&world), expected(Call::WriteRegister(PagingRegister::Cr4, registers.cr4)));
-    assert_eq!(cpu.write_efer(registers.efer), Ok(()));
-    assert_eq!(calls(&world), expected(Call::WriteRegister(PagingRegister::Efer, registers.efer)));
-    assert_eq!(cpu.mov_to_cr0(registers.cr0), Ok(()));
-    assert_eq!(calls(&world), expected(Call::WriteRegister(PagingRegister::Cr0, registers.cr0)));
-    assert_eq!(cpu.mov_to_cr3(1 << 63 | 0x5003), Ok(()));
-    assert_eq!(calls(&world), expected(Call::LoadCr3(1 << 63 | 0x5003)));
+    let expected = |exit| vec![Call::Entry, Call::Exit(exit)];
+    for (register, value) in
+        [(Cr4, registers.cr4), (Efer, registers.efer), (Cr0, registers.cr0), (Cr3, 1 << 63 | 0x5003)]
+    {
+        assert_eq!(cpu.write_register(register, value), Ok(()));
+        assert_eq!(calls(&world), expected(ShadowExit::WriteRegister(register, value)));
+    }
     assert_eq!(cpu.registers(), PagingRegisters { cr3: 0x5003, ..registers });
     assert_eq!(cpu.invlpg(at(1)), Ok(()));
-    assert_eq!(calls(&world), expected(Call::Invlpg(at(1))));
+    assert_eq!(calls(&world), expected(ShadowExit::Invlpg(at(1))));
     assert_eq!(cpu.invpcid(1, [3, 4]), Ok(()));
-    assert_eq!(calls(&world), expected(Call::Invpcid(1, [3, 4])));
+    assert_eq!(calls(&world), expected(ShadowExit::Invpcid(1, [3, 4])));
     assert_eq!(cpu.read(at(0)), Ok(0));
     assert_eq!(calls(&world), [Call::Entry]);
     assert_eq!(cpu.read(at(1)), Ok(1));
@@ -46,7 +45,7 @@ fn each_exit_is_followed_by_one_entry() {
     world.set(0, 1, 2, 0);
     answer(&world, Answer::Map(2, leaf));
     assert_eq!(cpu.read(at(2)), Ok(2));
-    assert_eq!(calls(&world), [Call::Fault(at(2), READ), Call::Entry]);
+    assert_eq!(calls(&world), [Call::Exit(ShadowExit::PageFault(at(2), READ)), Call::Entry]);
     cpu.handler();
     assert_eq!((cpu.read(at(2)), calls(&world)), (Ok(2), vec![Call::Entry]));
     cpu.exit_guest_mode();
@@ -69,7 +68,7 @@ fn each_exit_is_followed_by_one_entry() {
     assert_eq!(counters.nr_exits(), 7);
     // The hypervisor sets them without an exit.
     assert_eq!(cpu.set_registers(PagingRegisters::default()), Ok(()));
-    assert_eq!(calls(&world), [Call::SetRegisters(PagingRegisters::default())]);
+    assert_eq!(calls(&world), [Call::Exit(ShadowExit::SetRegisters(PagingRegisters::default()))]);
     assert_eq!((cpu.registers(), cpu.counters().nr_exits()), (PagingRegisters::default(), 7));
 }
 
@@ -107,8 +106,8 @@ fn an_emulated_write_completes_the_access() {
     let gpa = Gpa(0x7000);
     answer(&world, Answer::Exit(Exit::EmulateWrite { gpa }));
     assert_eq!(cpu.write(at(1), 0x0102_0304_0506_0708), Ok(()));
-    let bytes = vec![8, 7, 6, 5, 4, 3, 2, 1];
-    assert_eq!(calls(&world), [Call::Entry, Call::Fault(at(1), WRITE), Call::Write(gpa, bytes)]);
+    let exits = [ShadowExit::PageFault(at(1), WRITE), ShadowExit::WriteTable(gpa, 0x0102_0304_0506_0708)];
+    assert_eq!(calls(&world), [Call::Entry, Call::Exit(exits[0]), Call::Exit(exits[1])]);
     let expected = ShadowCpuCounters {
         nr_page_fault_exits: 1,
         nr_emulated_writes: 1,
@@ -144,7 +143,7 @@ fn only_writes_are_emulated() {
     world.set(0, 1, 1, 0);
     answer(&world, Answer::Exit(Exit::EmulateWrite { gpa }));
     assert_eq!(cpu.read(at(1)), Err(CpuError::Exit(Exit::EmulateWrite { gpa })));
-    assert!(!calls(&world).iter().any(|call| matches!(call, Call::Write(..))));
+    assert!(!calls(&world).iter().any(|call| matches!(call, Call::Exit(ShadowExit::WriteTable(..)))));
     assert_eq!(cpu.counters().nr_emulated_writes, 0);
 }
 
@@ -164,9 +163,9 @@ fn exceptions_go_to_the_guest_and_other_exits_to_user_space() {
         let before = cpu.registers();
         answer(&world, Answer::Exit(exit));
         assert_eq!(cpu.read(at(1)), Err(expected));
-        for operation in [ShadowCpu::mov_to_cr0, ShadowCpu::mov_to_cr3, ShadowCpu::mov_to_cr4, ShadowCpu::write_efer] {
+        for register in REGISTERS {
             answer(&world, Answer::Exit(exit));
-            assert_eq!(operation(&mut cpu, 0x1000), Err(expected));
+            assert_eq!(cpu.write_register(register, 0x1000), Err(expected));
         }
         assert_eq!(cpu.registers(), before, "nothing has changed");
         answer(&world, Answer::Exit(exit));
@@ -176,8 +175,7 @@ fn exceptions_go_to_the_guest_and_other_exits_to_user_space() {
     }
     answer(&world, Answer::Fail(FaultError::NotShadow));
     assert_eq!(cpu.read(at(1)), Err(CpuError::Engine(FaultError::NotShadow)));
-    let (before, bad) =
-        (cpu.registers(), FaultError::BadPagingRegister { register: PagingRegister::Cr0, value: 1 << 31 });
+    let (before, bad) = (cpu.registers(), FaultError::BadPagingRegister { register: Cr0, value: 1 << 31 });
     answer(&world, Answer::Fail(bad));
     assert_eq!(cpu.set_registers(long_mode(0)), Err(CpuError::Engine(bad)));
     assert_eq!(cpu.registers(), before, "nothing has changed");
@@ -192,8 +190,8 @@ fn the_user_cannot_use_the_supervisors_instructions() {
     let mut cpu = world.cpu();
     cpu.set_privilege(Privilege::User);
     let refused = Err(CpuError::Guest(GuestFault::GeneralProtection));
-    for operation in [ShadowCpu::mov_to_cr0, ShadowCpu::mov_to_cr3, ShadowCpu::mov_to_cr4, ShadowCpu::write_efer] {
-        assert_eq!(operation(&mut cpu, 0), refused);
+    for register in REGISTERS {
+        assert_eq!(cpu.write_register(register, 0), refused);
     }
     assert_eq!((cpu.invlpg(at(0)), cpu.invpcid(0, [0; 2])), (refused, refused));
     assert_eq!((calls(&world), cpu.counters()), (vec![], ShadowCpuCounters::default()), "no exit");
@@ -272,31 +270,7 @@ impl ShadowHandler for Idle {
         Ok(self.0)
     }
 
-    fn write_paging_register(&mut self, _: PagingRegister, _: u64) -> Result<Outcome, FaultError> {
-        Ok(Outcome::Resume)
-    }
-
-    fn set_paging_registers(&mut self, _: PagingRegisters) -> Result<(), FaultError> {
-        Ok(())
-    }
-
-    fn load_cr3(&mut self, _: u64) -> Result<Outcome, FaultError> {
-        Ok(Outcome::Resume)
-    }
-
-    fn invlpg(&mut self, _: Gva) -> Result<Outcome, FaultError> {
-        Ok(Outcome::Resume)
-    }
-
-    fn invpcid(&mut self, _: u64, _: [u64; 2]) -> Result<Outcome, FaultError> {
-        Ok(Outcome::Resume)
-    }
-
-    fn handle_page_fault(&mut self, _: Gva, _: GuestAccess) -> Result<Outcome, FaultError> {
-        Ok(Outcome::Resume)
-    }
-
-    fn write_guest_table(&mut self, _: Gpa, _: &[u8]) -> Result<Outcome, FaultError> {
+    fn handle_exit(&mut self, _: ShadowExit) -> Result<Outcome, FaultError> {
         Ok(Outcome::Resume)
     }
 }

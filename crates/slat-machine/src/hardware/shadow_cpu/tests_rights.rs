@@ -1,6 +1,8 @@
 //! All combinations of the bits that decide an access, compared with the manual's rules, written
 //! once more.
 
+use slat::shadow::PagingRegister::Cr0;
+
 use super::tests::*;
 use super::*;
 
@@ -86,7 +88,7 @@ fn check_level(levels: u8, level: usize, gva: Gva) {
                 let got = perform(&mut cpu, gva, access);
                 assert_eq!(got, expected, "{levels}, {level}: {page:?}, {cr4:#x}, {privilege:?}, {access:?}");
                 // The hypervisor gets exactly the denied access.
-                let denied = Call::Fault(gva, GuestAccess { access, privilege });
+                let denied = Call::Exit(ShadowExit::PageFault(gva, GuestAccess { access, privilege }));
                 assert_eq!(world.script().calls.contains(&denied), expected.is_err());
                 world.script().calls.clear();
             }
@@ -141,9 +143,9 @@ fn restrictions_act_only_while_the_guest_has_paging_on() {
     let registers = long_mode(SMEP | SMAP);
     assert_eq!(cpu.set_registers(registers), Ok(()));
     assert_eq!((cpu.read(at(0)), cpu.fetch(at(0))), (injected(at(0)), injected(at(0))));
-    assert_eq!(cpu.mov_to_cr0(1), Ok(()));
+    assert_eq!(cpu.write_register(Cr0, 1), Ok(()));
     assert_eq!((cpu.read(at(0)), cpu.fetch(at(0))), (Ok(0), Ok(0)));
-    assert_eq!(cpu.mov_to_cr0(registers.cr0), Ok(()));
+    assert_eq!(cpu.write_register(Cr0, registers.cr0), Ok(()));
     assert_eq!((cpu.read(at(0)), cpu.fetch(at(0))), (injected(at(0)), injected(at(0))), "though it is cached");
     // STAC, and CLAC.
     cpu.set_privilege(Privilege::SupervisorWithAc);

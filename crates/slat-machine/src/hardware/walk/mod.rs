@@ -39,7 +39,7 @@ mod npt;
 pub mod shadow;
 mod stage2;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 #[cfg(test)]
 mod tests_attributes;
 #[cfg(test)]
@@ -51,13 +51,13 @@ mod tests_guest;
 #[cfg(test)]
 mod tests_log;
 #[cfg(test)]
+mod tests_manuals;
+#[cfg(test)]
 mod tests_nodes;
 #[cfg(test)]
 mod tests_shadow;
 #[cfg(test)]
 mod tests_stage2;
-#[cfg(test)]
-mod tests_vtd;
 mod vtd;
 
 use slat::format::{CpuFeatures, Format, Hardware};
@@ -182,16 +182,21 @@ pub struct Walker<'a, C = ()> {
     pub(crate) memory: C,
 }
 
-impl<'a> Walker<'a> {
-    /// A walker of the page tables under `root`, without caches, without a log, and without
-    /// counting.
+impl<'a, C: WalkMemory> Walker<'a, C> {
+    /// A walker of the page tables under `root` in `memory`, without caches and without a log.
     ///
     /// # Safety
     /// As long as `generation` is current, there is a page-table page at `root` of the size that
     /// `processor` says, and at each address in a directory entry below it. Each is aligned to its
     /// size, and all accesses to it are atomic.
-    pub unsafe fn new(port: &'a Port, generation: Generation, root: Hpa, processor: Processor) -> Walker<'a> {
-        Walker { port, generation, root, processor, cached: None, log: None, memory: () }
+    pub unsafe fn new(
+        port: &'a Port,
+        generation: Generation,
+        root: Hpa,
+        processor: Processor,
+        memory: C,
+    ) -> Walker<'a, C> {
+        Walker { port, generation, root, processor, cached: None, log: None, memory }
     }
 }
 

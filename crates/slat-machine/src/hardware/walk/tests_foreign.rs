@@ -1,10 +1,10 @@
-//! Page tables in a file that is the memory of another machine, built by hand. The constants here
-//! are the manuals', written once more.
+//! Page tables in a file that is the memory of another machine, built by hand.
 
 use slat::format::{Npt, Stage2, Sv39x4};
 use slat::{Gpa, Hpa, PageSize, Pfn};
 
 use super::foreign::{Entry, ForeignMemory, Leaf, memory_file};
+use super::tests_manuals::{Manual, NPT, STAGE2, SV39X4};
 use super::{HardwareFormat, Memory, Misconfiguration, Processor, Stop};
 
 /// Where the other machine has its memory.
@@ -38,43 +38,31 @@ fn leaves<F: HardwareFormat>(memory: &ForeignMemory) -> Result<(Vec<Entry>, usiz
     Ok((all.iter().filter(|entry| entry.leaf.is_some()).copied().collect(), all.len()))
 }
 
-/// A leaf of 4 KiB with the bits of `leaf`, and what is on the way to it.
-struct Format {
-    table: fn(u64) -> u64,
-    nr_levels: usize,
-    leaf: u64,
+/// A leaf of 4 KiB with all rights, A and D.
+fn full(manual: &Manual) -> u64 {
+    manual.entry(FRAME, manual.page | manual.accessed | manual.dirty)
 }
 
-const NPT: Format = Format { table: |address| address | 0x27, nr_levels: 4, leaf: FRAME | 0x67 };
-const STAGE2: Format = Format { table: |address| address | 3, nr_levels: 4, leaf: FRAME | 0x7ff };
-const GSTAGE: Format = Format { table: |address| address >> 2 | 1, nr_levels: 3, leaf: FRAME >> 2 | 0xdf };
+/// The place of the leaf of [`machine_with`].
+fn place(manual: &Manual) -> u64 {
+    TABLES[usize::from(manual.levels()) - 2] + 8 * 5
+}
 
-impl Format {
-    /// Page 5 of the guest, with `leaf`.
-    fn machine(&self, leaf: u64) -> ForeignMemory {
-        let mut words = Vec::new();
-        let mut table = ROOT;
-        for &below in &TABLES[..self.nr_levels - 1] {
-            words.push((table, (self.table)(below)));
-            table = below;
-        }
-        words.push((table + 8 * 5, leaf));
-        machine(&words)
-    }
+/// Page 5 of the guest, with `leaf`.
+fn machine_with(manual: &Manual, leaf: u64) -> ForeignMemory {
+    let below = &TABLES[..usize::from(manual.levels()) - 1];
+    let above = std::iter::once(&ROOT).chain(below);
+    let link = |table: u64| manual.entry(table, manual.link | manual.link_accessed);
+    let links = above.zip(below).map(|(&table, &below)| (table, link(below)));
+    machine(&links.chain([(place(manual), leaf)]).collect::<Vec<_>>())
+}
 
-    /// The place of the leaf.
-    fn place(&self) -> u64 {
-        TABLES[self.nr_levels - 2] + 8 * 5
-    }
-
-    /// What is found with each of the 64 bits changed: the same, or something else. The first are
-    /// returned.
-    fn ignored<F: HardwareFormat>(&self) -> Vec<u32> {
-        let found = |leaf| leaves::<F>(&self.machine(leaf));
-        let expected = found(self.leaf).unwrap();
-        assert_eq!((expected.0[0].gpa, expected.0[0].pte), (Gpa(0x5000), Hpa(self.place())));
-        (0..64).filter(|bit| found(self.leaf ^ 1 << bit).as_ref() == Ok(&expected)).collect()
-    }
+/// The bits of a leaf that change nothing.
+fn ignored<F: HardwareFormat>(manual: &Manual) -> Vec<u32> {
+    let found = |leaf| leaves::<F>(&machine_with(manual, leaf));
+    let expected = found(full(manual)).unwrap();
+    assert_eq!((expected.0[0].gpa, expected.0[0].pte), (Gpa(0x5000), Hpa(place(manual))));
+    (0..64).filter(|bit| found(full(manual) ^ 1 << bit).as_ref() == Ok(&expected)).collect()
 }
 
 #[test]
@@ -95,18 +83,18 @@ fn what_a_processor_finds_is_found() {
         (found.into_iter().map(|entry| Entry { pte: Hpa(0), ..entry }).collect::<Vec<_>>(), nr)
     };
     // Of four levels with 512 PTEs all but the one on the way end a walk.
-    assert_eq!(found(leaves::<Npt>(&NPT.machine(NPT.leaf))), (one(leaf), 3 * 511 + 512));
-    assert_eq!(found(leaves::<Stage2>(&STAGE2.machine(STAGE2.leaf))), (one(leaf), 3 * 511 + 512));
-    assert_eq!(found(leaves::<Sv39x4>(&GSTAGE.machine(GSTAGE.leaf))), (one(by_address), 2047 + 511 + 512));
+    assert_eq!(found(leaves::<Npt>(&machine_with(&NPT, full(&NPT)))), (one(leaf), 3 * 511 + 512));
+    assert_eq!(found(leaves::<Stage2>(&machine_with(&STAGE2, full(&STAGE2)))), (one(leaf), 3 * 511 + 512));
+    assert_eq!(found(leaves::<Sv39x4>(&machine_with(&SV39X4, full(&SV39X4)))), (one(by_address), 2047 + 511 + 512));
     // Without W, X, A and D.
     let bare = Leaf { writable: false, executable: [false, false], accessed: false, dirty: true, ..leaf };
-    let (entries, _) = found(leaves::<Npt>(&NPT.machine(FRAME | 1 << 63 | 0x5)));
+    let (entries, _) = found(leaves::<Npt>(&machine_with(&NPT, FRAME | 1 << 63 | 0x5)));
     // What cannot be written says nothing of D.
     assert_eq!(entries, one(Leaf { dirty: entries[0].leaf.unwrap().dirty, ..bare }));
     let clean = Leaf { accessed: false, dirty: false, ..by_address };
-    assert_eq!(found(leaves::<Sv39x4>(&GSTAGE.machine(FRAME >> 2 | 0x1f))).0, one(clean));
+    assert_eq!(found(leaves::<Sv39x4>(&machine_with(&SV39X4, FRAME >> 2 | 0x1f))).0, one(clean));
     assert_eq!(
-        found(leaves::<Stage2>(&STAGE2.machine(STAGE2.leaf & !(1 << 10)))).0,
+        found(leaves::<Stage2>(&machine_with(&STAGE2, full(&STAGE2) & !(1 << 10)))).0,
         one(Leaf { accessed: false, ..leaf })
     );
 }
@@ -149,11 +137,11 @@ fn a_huge_page_is_one_entry() {
 fn each_bit_of_a_leaf_matters_that_the_manual_does_not_ignore() {
     // NPT, AMD APM vol. 2, 5.4: entry 4 of the PAT, which is as entry 0 after a reset; G, and three
     // bits of software; 52 to 58, of software; protection keys.
-    assert_eq!(NPT.ignored::<Npt>(), [7, 8, 9, 10, 11, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62]);
+    assert_eq!(ignored::<Npt>(&NPT), [7, 8, 9, 10, 11, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62]);
     // Stage 2, Arm ARM, D8.3.2: inner or outer shareable; 55 to 58, of software; those above.
-    assert_eq!(STAGE2.ignored::<Stage2>(), [8, 55, 56, 57, 58, 59, 60, 61, 62, 63]);
+    assert_eq!(ignored::<Stage2>(&STAGE2), [8, 55, 56, 57, 58, 59, 60, 61, 62, 63]);
     // G-stage, Privileged Architecture, "Sv39": G, and RSW.
-    assert_eq!(GSTAGE.ignored::<Sv39x4>(), [5, 8, 9]);
+    assert_eq!(ignored::<Sv39x4>(&SV39X4), [5, 8, 9]);
 }
 
 #[test]

@@ -8,7 +8,8 @@ use slat::{Access, Gpa, Hpa, PageSize};
 
 use super::guest::{self, GuestFault, GuestStop};
 use super::tests::Page;
-use super::{ALL_FETCHES, HardwareFormat, Mapping, Memory, Processor, Stop, Walker};
+use super::tests_manuals::{EPT, Manual, NPT, STAGE2, SV39X4, SV48X4, VTD};
+use super::{ALL_FETCHES, HardwareFormat, Mapping, Memory, Stop, Walker};
 use crate::hardware::commit::tests::uninterrupted;
 use crate::hardware::commit::{FlushDomain, Port};
 use crate::hardware::tlb::Writes;
@@ -23,47 +24,30 @@ const NX: u64 = 1 << 63;
 /// Indexes 0, 3, 0, 5 and the offset 0x18.
 pub(super) const GVA: u64 = 3 << 30 | 5 << 12 | 0x18;
 
-/// How the second stage encodes PTEs.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub(super) struct Second {
-    /// The address is shifted right by so many bits in the PTE.
-    pub(super) shift: u32,
-    pub(super) link: u64,
-    pub(super) leaf: u64,
-    pub(super) nr_levels: usize,
-}
-
-impl Second {
-    /// Those of x86.
-    pub(super) fn x86(leaf: u64) -> Second {
-        Second { shift: 0, link: 7, leaf, nr_levels: 4 }
-    }
-}
-
 /// Guest pages 0 to 3 are the guest's page-table pages of levels 4 to 1, page 4 is data. The second
 /// stage maps them one by one.
 pub(super) struct Guest {
-    pages: [Box<Page>; 5],
-    pub(super) second: [Box<Page>; 4],
+    pages: Box<[Page; 5]>,
+    pub(super) second: Box<[Page; 4]>,
     pub(super) port: Port,
-    entries: Second,
+    manual: Manual,
     indexes: [u64; 4],
 }
 
 impl Guest {
-    pub(super) fn new(entries: Second) -> Guest {
+    pub(super) fn new(manual: &Manual) -> Guest {
         let guest = Guest {
-            pages: std::array::from_fn(|_| Page::new()),
-            second: std::array::from_fn(|_| Page::new()),
+            pages: Box::new([const { Page::new() }; 5]),
+            second: Box::new([const { Page::new() }; 4]),
             port: Port::new(&Arc::new(FlushDomain::new())),
-            entries,
+            manual: *manual,
             indexes: [0, 3, 0, 5],
         };
         for level in 0..3 {
-            guest.second[level].set(0, guest.second[level + 1].hpa().0 >> entries.shift | entries.link);
+            guest.second[level].set(0, manual.entry(guest.second[level + 1].hpa().0, manual.link));
         }
         for page in 0..5 {
-            guest.set_leaf(page, page, entries.leaf);
+            guest.set_leaf(page, page, manual.page);
             if page < 4 {
                 guest.pages[page as usize].set(guest.indexes[page as usize], (page + 1) << 12 | PRESENT | RW);
             }
@@ -73,7 +57,7 @@ impl Guest {
 
     /// Maps guest page `gfn` to memory page `page`.
     fn set_leaf(&self, gfn: u64, page: u64, leaf: u64) {
-        self.second[3].set(gfn, self.pages[page as usize].hpa().0 >> self.entries.shift | leaf);
+        self.second[3].set(gfn, self.manual.entry(self.pages[page as usize].hpa().0, leaf));
     }
 
     fn entry(&self, level: usize) -> u64 {
@@ -88,8 +72,8 @@ impl Guest {
         Walker {
             port: &self.port,
             generation: self.port.generation(),
-            root: self.second[4 - self.entries.nr_levels].hpa(),
-            processor: Processor::of::<Npt>(),
+            root: self.second[4 - usize::from(self.manual.levels())].hpa(),
+            processor: self.manual.processor,
             cached: None,
             log: None,
             memory: (),
@@ -106,48 +90,42 @@ fn page_fault(error_code: u32) -> Result<Mapping, GuestStop> {
     Err(GuestStop::Guest(GuestFault::Page { gva: Gva(GVA), error_code }))
 }
 
-/// The second stage's accessed and dirty bits.
-struct Marks {
-    a: u64,
-    d: u64,
-}
-
 /// The translation of a page that may be executed.
 fn executable(page: u64, hpa: Hpa, writes: Writes, memory: Memory) -> Result<Mapping, GuestStop> {
     let (gpa, size, fetches) = (Gpa(page << 12 | 0x18), PageSize::Size4K, ALL_FETCHES);
     Ok(Mapping { gpa, hpa, size, writes, fetches, memory })
 }
 
-fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks, memory: Memory) {
-    let leaf = entries.leaf;
+fn all<F: HardwareFormat>(manual: &Manual) {
+    let Manual { page: leaf, accessed, dirty, memory, .. } = *manual;
     // A read sets A in all PTEs of the guest, D in none; page-table pages of the guest are dirty in
     // the second stage, data is not.
-    let guest = Guest::new(entries);
+    let guest = Guest::new(manual);
     let hpa = Hpa(guest.pages[4].hpa().0 | 0x18);
     let expected = |writes| executable(4, hpa, writes, memory);
     assert_eq!(guest.walk::<F>(Access::Read), expected(Writes::MustWalk));
     for level in 1..=4 {
         assert_eq!(guest.entry(level) & (A | D), A);
-        assert_eq!(guest.second[3].get(4 - level as u64) & (marks.a | marks.d), marks.a | marks.d);
+        assert_eq!(guest.second[3].get(4 - level as u64) & (accessed | dirty), accessed | dirty);
     }
-    assert_eq!(guest.second[3].get(4) & (marks.a | marks.d), marks.a);
+    assert_eq!(guest.second[3].get(4) & (accessed | dirty), accessed);
     assert_eq!(guest.walk::<F>(Access::Write), expected(Writes::Allowed));
     assert_eq!(guest.entry(1) & (A | D), A | D);
     assert_eq!(guest.entry(2) & D, 0);
-    assert_eq!(guest.second[3].get(4) & (marks.a | marks.d), marks.a | marks.d);
+    assert_eq!(guest.second[3].get(4) & (accessed | dirty), accessed | dirty);
     assert_eq!(guest.walk::<F>(Access::Read), expected(Writes::Allowed));
 
     // Dirty in the guest, not in the second stage: a write must walk, and the other way round.
     // Without dirty bits there is none to set.
     guest.set_leaf(4, 4, leaf);
-    let writes = if marks.d == 0 { Writes::Allowed } else { Writes::MustWalk };
+    let writes = if dirty == 0 { Writes::Allowed } else { Writes::MustWalk };
     assert_eq!(guest.walk::<F>(Access::Read), expected(writes));
-    let guest = Guest::new(Second { leaf: leaf | marks.d, ..entries });
+    let guest = Guest::new(&Manual { page: leaf | dirty, ..*manual });
     assert_eq!(guest.walk::<F>(Access::Read).map(|mapping| mapping.writes), Ok(Writes::MustWalk));
 
     // The guest's own permissions, at each level.
     for level in 1..=4 {
-        let guest = Guest::new(entries);
+        let guest = Guest::new(manual);
         let entry = guest.entry(level);
         guest.set_entry(level, entry & !RW);
         assert_eq!(guest.walk::<F>(Access::Write), page_fault(3));
@@ -165,14 +143,14 @@ fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks, memo
         assert_eq!(guest.walk::<F>(Access::Write), page_fault(0xb));
     }
     for (level, bits) in [(4, PS), (3, PS | 1 << 13), (3, PS | 1 << 29), (2, PS | 1 << 13), (2, PS | 1 << 20)] {
-        let guest = Guest::new(entries);
+        let guest = Guest::new(manual);
         guest.set_entry(level, PRESENT | RW | bits);
         assert_eq!(guest.walk::<F>(Access::Read), page_fault(9), "level {level} bits {bits:#x}");
     }
 
     // A large guest page over small second-stage pages: the translation is a small one.
     for level in [2, 3] {
-        let guest = Guest::new(entries);
+        let guest = Guest::new(manual);
         guest.set_entry(level, PRESENT | RW | PS);
         guest.set_leaf(5, 4, leaf);
         let hpa = Hpa(guest.pages[4].hpa().0 | 0x18);
@@ -183,7 +161,7 @@ fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks, memo
     for (page, access) in
         [(0, Access::Write), (1, Access::Write), (2, Access::Write), (3, Access::Write), (4, Access::Read)]
     {
-        let guest = Guest::new(entries);
+        let guest = Guest::new(manual);
         guest.second[3].set(page, 0);
         let gpa = if page == 4 { page << 12 | 0x18 } else { page << 12 | (guest.indexes[page as usize] * 8) };
         match guest.walk::<F>(Access::Read) {
@@ -193,8 +171,8 @@ fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks, memo
             other => panic!("{other:?}"),
         }
     }
-    let guest = Guest::new(entries);
-    guest.set_leaf(2, 2, leaf & !writable_bit);
+    let guest = Guest::new(manual);
+    guest.set_leaf(2, 2, leaf & !manual.writable);
     assert!(
         matches!(guest.walk::<F>(Access::Read), Err(GuestStop::SecondStage(Stop::Fault(_)))),
         "a guest table in read-only memory"
@@ -202,42 +180,25 @@ fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks, memo
 }
 
 #[test]
-fn two_dimensional_walk_over_ept() {
-    all::<Ept>(Second::x86(7 | 6 << 3), 2, Marks { a: 1 << 8, d: 1 << 9 }, Memory::WriteBack);
+fn two_dimensional_walks() {
+    all::<Ept>(&EPT);
+    all::<Npt>(&NPT);
+    all::<Stage2>(&STAGE2);
+    all::<Vtd>(&VTD);
+    all::<Sv48x4>(&SV48X4);
+    all::<Sv39x4>(&SV39X4);
 }
 
 #[test]
-fn two_dimensional_walk_over_npt() {
-    all::<Npt>(Second::x86(7), 2, Marks { a: 1 << 5, d: 1 << 6 }, Memory::WriteBack);
-    let guest = Guest::new(Second::x86(7));
+fn amd_reserves_another_bit_of_a_root_entry() {
+    let guest = Guest::new(&NPT);
     guest.set_entry(4, guest.entry(4) | 1 << 8);
     assert_eq!(guest.walk::<Npt>(Access::Read), page_fault(9));
 }
 
 #[test]
-fn two_dimensional_walk_over_stage2() {
-    let leaf = 0b11 | 0b1111 << 2 | 0b11 << 6 | 0b11 << 8;
-    let marks = Marks { a: 1 << 10, d: 0 };
-    all::<Stage2>(Second { shift: 0, link: 0b11, leaf, nr_levels: 4 }, 1 << 7, marks, Memory::WriteBack);
-}
-
-#[test]
-fn two_dimensional_walk_over_vtd() {
-    let entries = Second { shift: 0, link: 0b11, leaf: 0b11, nr_levels: 4 };
-    all::<Vtd>(entries, 2, Marks { a: 1 << 8, d: 1 << 9 }, Memory::ByAddress);
-}
-
-#[test]
-fn two_dimensional_walk_over_gstage() {
-    let entries = Second { shift: 2, link: 1, leaf: 0b1_1111, nr_levels: 4 };
-    let marks = || Marks { a: 1 << 6, d: 1 << 7 };
-    all::<Sv48x4>(entries, 1 << 2, marks(), Memory::ByAddress);
-    all::<Sv39x4>(Second { nr_levels: 3, ..entries }, 1 << 2, marks(), Memory::ByAddress);
-}
-
-#[test]
 fn addresses_must_be_canonical() {
-    let guest = Guest::new(Second::x86(7));
+    let guest = Guest::new(&NPT);
     for gva in [1 << 47, u64::MAX >> 1, !(1 << 47)] {
         let got = guest::walk::<Npt, _>(guest.walker(), Gpa(0), Gva(gva), Access::Read);
         assert_eq!(got, Err(GuestStop::Guest(GuestFault::NonCanonical { gva: Gva(gva) })), "{gva:#x}");

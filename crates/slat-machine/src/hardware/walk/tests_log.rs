@@ -6,19 +6,16 @@ use slat::shadow::Gva;
 use slat::{Access, Gpa};
 
 use super::guest::{self, GuestStop};
-use super::tests::{FRAME, Way};
-use super::tests_guest::{GVA, Guest, Second};
+use super::tests::{Way, leaf};
+use super::tests_guest::{GVA, Guest};
+use super::tests_manuals::{EPT, NPT};
 use super::{HardwareFormat, Mapping, Purpose, Stop, Used, Walker};
 use crate::hardware::commit::Stale;
 use crate::hardware::commit::tests::uninterrupted;
 use crate::hardware::modification_log::{LogFull, ModificationLog, ModificationLogs, NR_ENTRIES};
 
-/// Read, write, execute; for leaves, memory type 6 (write back).
-const LINK: u64 = 0b111;
-const LEAF: u64 = 0b111 | 6 << 3;
-const PS: u64 = 1 << 7;
-const A: u64 = 1 << 8;
-const D: u64 = 1 << 9;
+const A: u64 = EPT.accessed;
+const D: u64 = EPT.dirty;
 
 fn new_log() -> ModificationLog {
     ModificationLogs::default().add()
@@ -32,25 +29,23 @@ fn logged(log: &ModificationLog) -> Vec<Gpa> {
     pages
 }
 
-fn walk<F: HardwareFormat>(
-    way: &Way,
-    log: &ModificationLog,
-    access: Access,
-    purpose: Purpose,
-) -> Result<Mapping, Stop> {
-    uninterrupted(Stop::Restart, || F::walk(Walker { log: Some(log), ..way.walker() }, way.gpa, access, purpose))
+/// A way to a page of 4 KiB.
+fn new_way() -> Way {
+    Way::new(&EPT, 1, leaf(&EPT, 1))
+}
+
+fn walk(way: &Way, log: &ModificationLog, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
+    way.walk_with(|walker| Walker { log: Some(log), ..walker }, access, purpose)
 }
 
 #[test]
 fn a_page_is_logged_when_its_leaf_becomes_dirty() {
-    for (level, frame, bits) in
-        [(1, FRAME, LEAF), (2, FRAME & !((1 << 21) - 1), LEAF | PS), (3, FRAME & !((1 << 30) - 1), LEAF | PS)]
-    {
+    for level in 1..=3 {
         let log = new_log();
-        let way = Way::new(LINK, level, frame | bits);
+        let way = Way::new(&EPT, level, leaf(&EPT, level));
         // Also in large pages: the page of the access, not the large page.
         let page = Gpa(way.gpa.0 & !0xfff);
-        let walk = |access| walk::<Ept>(&way, &log, access, Purpose::Data).map(|_| ());
+        let walk = |access| walk(&way, &log, access, Purpose::Data).map(|_| ());
         assert_eq!(walk(Access::Read), Ok(()));
         assert_eq!(walk(Access::Execute), Ok(()));
         assert_eq!(logged(&log), []);
@@ -71,11 +66,11 @@ fn a_page_is_logged_when_its_leaf_becomes_dirty() {
 #[test]
 fn accesses_to_guest_tables_are_logged_as_writes() {
     let log = new_log();
-    let way = Way::new(LINK, 1, FRAME | LEAF);
-    assert!(walk::<Ept>(&way, &log, Access::Read, Purpose::GuestTable).is_ok());
+    let way = new_way();
+    assert!(walk(&way, &log, Access::Read, Purpose::GuestTable).is_ok());
     assert_eq!(logged(&log), [Gpa(way.gpa.0 & !0xfff)]);
 
-    let guest = Guest::new(Second::x86(LEAF));
+    let guest = Guest::new(&EPT);
     let walk = |access| {
         let walker = Walker { log: Some(&log), ..guest.walker() };
         let interrupted = GuestStop::SecondStage(Stop::Restart);
@@ -91,17 +86,17 @@ fn accesses_to_guest_tables_are_logged_as_writes() {
 fn a_walk_that_sets_no_dirty_bit_logs_nothing() {
     let log = new_log();
     // Denied.
-    let way = Way::new(LINK, 1, FRAME | LEAF);
+    let way = new_way();
     way.clear(1, 0b010);
-    assert!(matches!(walk::<Ept>(&way, &log, Access::Write, Purpose::Data), Err(Stop::Fault(_))));
+    assert!(matches!(walk(&way, &log, Access::Write, Purpose::Data), Err(Stop::Fault(_))));
     // Overtaken.
-    let way = Way::new(LINK, 1, FRAME | LEAF);
+    let way = new_way();
     let walker = Walker { log: Some(&log), ..way.walker() };
     way.port.domain().flush(&[]);
     assert_eq!(Ept::walk(walker, way.gpa, Access::Write, Purpose::Data), Err(Stop::Restart));
     // Hardware without a log.
-    let way = Way::new(LINK, 1, FRAME | LINK);
-    assert!(walk::<Npt>(&way, &log, Access::Write, Purpose::Data).is_ok());
+    let way = Way::new(&NPT, 1, leaf(&NPT, 1));
+    assert!(walk(&way, &log, Access::Write, Purpose::Data).is_ok());
     const { assert!(!Npt::LOGS_MODIFICATIONS && Ept::LOGS_MODIFICATIONS) };
     assert_eq!(log.nr_logged(), 0);
 }
@@ -113,23 +108,23 @@ fn a_full_log_stops_walks_that_would_set_a_bit() {
         assert_eq!(log.append(Gpa(number << 12)), Ok(()));
     }
     let full = Err(Stop::LogFull(LogFull));
-    let way = Way::new(LINK, 1, FRAME | LEAF);
+    let way = new_way();
     for access in [Access::Read, Access::Write] {
-        assert_eq!(walk::<Ept>(&way, &log, access, Purpose::Data), full);
+        assert_eq!(walk(&way, &log, access, Purpose::Data), full);
         assert!((1..=4).all(|level| way.get(level) & (A | D) == 0), "{access:?}");
     }
     // Only the dirty bit is missing.
-    assert!(way.walk::<Ept>(Access::Read).is_ok());
-    assert!(walk::<Ept>(&way, &log, Access::Read, Purpose::Data).is_ok(), "a read needs no bit");
-    assert_eq!(walk::<Ept>(&way, &log, Access::Write, Purpose::Data), full);
+    assert!(way.walk(Access::Read).is_ok());
+    assert!(walk(&way, &log, Access::Read, Purpose::Data).is_ok(), "a read needs no bit");
+    assert_eq!(walk(&way, &log, Access::Write, Purpose::Data), full);
     assert_eq!(way.get(1) & (A | D), A);
     // No bit is missing.
-    assert!(way.walk::<Ept>(Access::Write).is_ok());
-    assert!(walk::<Ept>(&way, &log, Access::Write, Purpose::Data).is_ok());
+    assert!(way.walk(Access::Write).is_ok());
+    assert!(walk(&way, &log, Access::Write, Purpose::Data).is_ok());
 
     assert_eq!(logged(&log).len() as u64, NR_ENTRIES);
     way.clear(1, D);
-    assert!(walk::<Ept>(&way, &log, Access::Write, Purpose::Data).is_ok());
+    assert!(walk(&way, &log, Access::Write, Purpose::Data).is_ok());
     assert_eq!(logged(&log), [Gpa(way.gpa.0 & !0xfff)]);
 }
 
@@ -139,18 +134,18 @@ fn a_drained_entry_sets_no_dirty_bit() {
     for is_drained in [false, true] {
         let logs = ModificationLogs::default();
         let log = logs.add();
-        let way = Way::new(LINK, 1, FRAME | LEAF);
+        let way = new_way();
         let walker = Walker { log: Some(&log), ..way.walker() };
-        let leaf = uninterrupted(Stale, || Used::read(walker, way.lowest_table(), 4)).unwrap().unwrap();
-        assert_eq!(leaf.entry, FRAME | LEAF);
+        let used = uninterrupted(Stale, || Used::read(walker, way.table(1), 1)).unwrap().unwrap();
+        assert_eq!(used.entry, leaf(&EPT, 1));
         assert_eq!(log.append(way.gpa), Ok(()));
         let mut drained = Vec::new();
         if is_drained {
             logs.drain(way.port.domain(), &mut |part| drained.extend_from_slice(part));
             assert_eq!(drained, [Gpa(way.gpa.0 & !0xfff)]);
         }
-        let set = uninterrupted(Stop::Restart, || leaf.set(walker, A | D));
-        assert_eq!(set, if is_drained { Err(Stop::Restart) } else { Ok(FRAME | LEAF | A | D) });
+        let set = uninterrupted(Stop::Restart, || used.set(walker, A | D));
+        assert_eq!(set, if is_drained { Err(Stop::Restart) } else { Ok(leaf(&EPT, 1) | A | D) });
         assert_eq!(way.get(1) & D == 0, is_drained);
         assert_eq!(logged(&log).is_empty(), is_drained);
     }
@@ -161,11 +156,11 @@ fn a_drained_entry_sets_no_dirty_bit() {
 #[test]
 fn a_lost_exchange_leaves_the_entry() {
     let log = new_log();
-    let way = Way::new(LINK, 1, FRAME | LEAF);
+    let way = new_way();
     let walker = Walker { log: Some(&log), ..way.walker() };
-    let leaf = uninterrupted(Stale, || Used::read(walker, way.lowest_table(), 4)).unwrap().unwrap();
+    let used = uninterrupted(Stale, || Used::read(walker, way.table(1), 1)).unwrap().unwrap();
     way.clear(1, 0b100);
-    assert_eq!(super::ept::set(leaf, walker, way.gpa, A | D), Err(Stop::Restart));
+    assert_eq!(super::ept::set(used, walker, way.gpa, A | D), Err(Stop::Restart));
     assert_eq!(way.get(1) & D, 0);
     assert_eq!(logged(&log), [Gpa(way.gpa.0 & !0xfff)]);
 }

@@ -9,26 +9,14 @@ use slat::format::{Ept, Npt, Stage2, Sv48x4, Vtd};
 use slat::host::{AllocationWait, TableNode};
 use slat::{Access, Gpa, Host, Hpa, NodeId};
 
-use super::tests::FRAME;
-use super::{HardwareFormat, Processor, Purpose, Stop, Used, Walker};
+use super::tests::leaf;
+use super::tests_manuals::{EPT, Manual, NPT, STAGE2, SV48X4, VTD};
+use super::{HardwareFormat, Purpose, Stop, Used, Walker};
 use crate::hardware::commit::tests::uninterrupted;
 use crate::hardware::commit::{FlushDomain, Port, Stale};
 use crate::memory::numa::{Nodes, ReadCounts, WalkCounter, WalkReads};
 use crate::memory::phys;
 use crate::vm::host::MachineHost;
-
-/// How a format encodes PTEs.
-#[derive(Clone, Copy)]
-struct Entries {
-    /// The address is shifted right by so many bits in the PTE.
-    shift: u32,
-    link: u64,
-    page: u64,
-    block: u64,
-}
-
-/// Read, write, execute or present, writable, user.
-const X86: Entries = Entries { shift: 0, link: 0b111, page: 0b111, block: 0b111 | 1 << 7 };
 
 const GPA: Gpa = Gpa(1 << 39 | 2 << 30 | 3 << 21 | 4 << 12);
 const INDEXES: [usize; 4] = [1, 2, 3, 4];
@@ -38,14 +26,14 @@ struct Way {
     host: MachineHost,
     port: Port,
     tables: [Hpa; 4],
-    entries: Entries,
+    manual: Manual,
     counts: Arc<ReadCounts>,
     counter: WalkCounter,
 }
 
 impl Way {
     /// With the page-table pages on `nodes`, of which there are 0 and 7.
-    fn new(nodes: [u32; 4], entries: Entries) -> Way {
+    fn new(nodes: [u32; 4], manual: &Manual) -> Way {
         let map = Nodes::Virtual { nodes: vec![NodeId(0), NodeId(7)], without_memory: Vec::new() }.map().unwrap();
         let domain = Arc::new(FlushDomain::new());
         let host = MachineHost::with_nodes(Arc::clone(&domain), 100, Arc::new(map)).unwrap();
@@ -55,15 +43,11 @@ impl Way {
         assert_eq!(tables.map(|table| host.node_of(table.pfn()).0), nodes);
         let counts = Arc::default();
         let counter = host.walk_counter(&counts).unwrap();
-        let way = Way { port: Port::new(&domain), host, tables, entries, counts, counter };
+        let way = Way { port: Port::new(&domain), host, tables, manual: *manual, counts, counter };
         for level in 2..=4 {
-            way.set(level, way.entry(way.tables[5 - level].0, entries.link));
+            way.set(level, manual.entry(way.tables[5 - level].0, manual.link));
         }
         way
-    }
-
-    fn entry(&self, address: u64, bits: u64) -> u64 {
-        address >> self.entries.shift | bits
     }
 
     fn set(&self, level: usize, entry: u64) {
@@ -77,7 +61,7 @@ impl Way {
             port: &self.port,
             generation: self.port.generation(),
             root: self.tables[0],
-            processor: Processor::of::<Npt>(),
+            processor: self.manual.processor,
             cached: None,
             log: None,
             memory: &self.counter,
@@ -98,9 +82,9 @@ impl Way {
     }
 }
 
-fn counts_are_exact<F: HardwareFormat>(entries: Entries) {
-    let way = Way::new([0, 7, 0, 7], entries);
-    way.set(1, way.entry(FRAME, entries.page));
+fn counts_are_exact<F: HardwareFormat>(manual: &Manual) {
+    let way = Way::new([0, 7, 0, 7], manual);
+    way.set(1, leaf(manual, 1));
     assert_eq!(way.walk::<F>(0), ([2, 2, 0, 1], Ok(())));
     assert_eq!(way.walk::<F>(7), ([2, 2, 1, 0], Ok(())));
     // A fault counts the reads before it.
@@ -110,31 +94,29 @@ fn counts_are_exact<F: HardwareFormat>(entries: Entries) {
     assert_eq!(reads, [2, 2, 1, 0]);
     way.set(3, 0);
     assert_eq!(way.walk::<F>(7).0, [1, 1, 0, 0]);
-    way.set(3, way.entry(way.tables[2].0, entries.link));
+    way.set(3, manual.entry(way.tables[2].0, manual.link));
     // A huge page ends above level 1.
-    way.set(2, way.entry(FRAME & !((1 << 21) - 1), entries.block));
+    way.set(2, leaf(manual, 2));
     assert_eq!(way.walk::<F>(0), ([2, 1, 0, 0], Ok(())));
-    let way = Way::new([7, 7, 7, 7], entries);
-    way.set(1, way.entry(FRAME, entries.page));
+    let way = Way::new([7, 7, 7, 7], manual);
+    way.set(1, leaf(manual, 1));
     assert_eq!(way.walk::<F>(7), ([4, 0, 1, 0], Ok(())));
     assert_eq!(way.walk::<F>(0), ([0, 4, 0, 1], Ok(())));
 }
 
 #[test]
 fn reads_are_counted_by_node_and_level() {
-    counts_are_exact::<Npt>(X86);
-    counts_are_exact::<Ept>(Entries { page: X86.page | 6 << 3, block: X86.block | 6 << 3, ..X86 });
-    let attributes = 0b1111 << 2 | 0b11 << 6;
-    counts_are_exact::<Stage2>(Entries { shift: 0, link: 0b11, page: attributes | 0b11, block: attributes | 0b01 });
-    counts_are_exact::<Vtd>(Entries { shift: 0, link: 0b11, page: 0b11, block: 0b11 | 1 << 7 });
-    let leaf = 0b1_1111;
-    counts_are_exact::<Sv48x4>(Entries { shift: 2, link: 1, page: leaf, block: leaf });
+    counts_are_exact::<Npt>(&NPT);
+    counts_are_exact::<Ept>(&EPT);
+    counts_are_exact::<Stage2>(&STAGE2);
+    counts_are_exact::<Vtd>(&VTD);
+    counts_are_exact::<Sv48x4>(&SV48X4);
 }
 
 #[test]
 fn an_overtaken_walk_counts_the_reads_before() {
-    let way = Way::new([0, 7, 0, 7], X86);
-    way.set(1, FRAME | 0b111);
+    let way = Way::new([0, 7, 0, 7], &NPT);
+    way.set(1, leaf(&NPT, 1));
     way.counter.begin_walk();
     let walker = way.walker();
     for (level, &table) in (1..=4).rev().zip(&way.tables).take(3) {
@@ -156,7 +138,7 @@ fn an_overtaken_walk_counts_the_reads_before() {
 fn one_node_has_no_counter_and_foreign_tables_have_no_node() {
     let host = MachineHost::new(Arc::default(), 10).unwrap();
     assert!(host.walk_counter(&Arc::default()).is_none());
-    let way = Way::new([0, 0, 0, 0], X86);
+    let way = Way::new([0, 0, 0, 0], &NPT);
     let page = super::tests::Page::new();
     way.counter.count(page.hpa(), 1);
     way.counter.count(phys::hpa_of(&raw const way), 4);

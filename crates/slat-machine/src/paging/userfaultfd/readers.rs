@@ -1,107 +1,93 @@
-//! Threads that read a descriptor and answer.
+//! Threads that read the descriptors of a memory and answer.
 //!
-//! Each has an epoll instance of its own, on the descriptor (`EPOLLEXCLUSIVE`, so that one message
+//! Each has an epoll instance of its own, on one descriptor (`EPOLLEXCLUSIVE`, so that one message
 //! does not wake all) and on an eventfd that ends all of them. It reads one message at a time, so
 //! that the others get the next ones. KVM's selftests do the same.
 
-use std::any::Any;
-use std::num::NonZeroUsize;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
 use std::panic;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
-use std::os::fd::AsFd;
-
 use parking_lot::Mutex;
-use thiserror::Error;
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::io::Errno;
 
-use super::poll::{Poll, Woken};
-use super::{ReportedFault, Userfaultfd, UserfaultfdError, UserfaultfdEvent};
+use super::{Userfaultfd, UserfaultfdError, Userfaultfds};
 use crate::linux::descriptors::EventFd;
+use crate::paging::error::VcpuError;
 
-/// Why readers ended before `stop`.
-#[derive(Debug, Error)]
-pub enum ReaderError<E> {
-    /// The handler failed.
-    #[error("a page fault could not be served")]
-    Handler(#[source] E),
-    /// The descriptor failed.
-    #[error("the page faults could not be read")]
-    Userfaultfd(#[source] UserfaultfdError),
-}
+/// epoll's data of a message, and of the end.
+const MESSAGE: u64 = 0;
+const STOP: u64 = 1;
 
-/// Threads that read one descriptor, and call a handler for each fault. A descriptor may have
+/// Threads that read descriptors, and call a handler for each fault. The descriptors may have
 /// several such groups.
 ///
 /// They end in one of three ways:
 /// - [`stop`](Readers::stop): waiting threads go on waiting. Unread messages are kept for the
-///   descriptor's next readers, and its end releases all threads.
-/// - The handler fails or panics, or the descriptor cannot be read: the descriptor is
-///   [abandoned](Userfaultfd::abandon), so that no thread waits for ever; then all readers of the
-///   group end. `stop` returns the error.
+///   next readers, and the end of the descriptor releases all threads.
+/// - A handler fails or panics, or a descriptor cannot be read: all descriptors are
+///   [abandoned](Userfaultfd::abandon), so that no thread waits for ever; then all readers end.
+///   `stop` returns the error, or panics.
 /// - They are dropped without `stop`, as when the owner panics: the same.
 #[derive(Debug)]
-pub struct Readers<E> {
+pub(crate) struct Readers {
     threads: Vec<JoinHandle<()>>,
-    shared: Arc<Shared<E>>,
+    shared: Arc<Shared>,
 }
 
 #[derive(Debug)]
-struct Shared<E> {
-    userfaultfd: Arc<Userfaultfd>,
+struct Shared {
+    descriptors: Userfaultfds,
     /// Signalled once, and never emptied.
     stop: EventFd,
     /// The first failure.
-    failure: Mutex<Option<Failure<E>>>,
+    failure: Mutex<Option<VcpuError>>,
 }
 
-#[derive(Debug)]
-enum Failure<E> {
-    Error(ReaderError<E>),
-    Panic(Box<dyn Any + Send>),
-}
-
-impl<E: Send + 'static> Readers<E> {
-    /// Starts `nr_readers` threads that read `userfaultfd`. All of them call `handler`
-    /// concurrently. It must not touch the registered mapping, and every wait in it must end.
+impl Readers {
+    /// Starts `nr_each` threads for each descriptor. Each makes a handler of its own and calls it
+    /// with the descriptor and the page. A handler must not touch the registered mapping, and every
+    /// wait in it must end.
     ///
     /// # Errors
-    /// `System`, if a descriptor or thread cannot be made: then no thread reads any more. Threads
-    /// that had begun may have served faults by then.
-    pub fn start<H>(
-        userfaultfd: Arc<Userfaultfd>,
-        nr_readers: NonZeroUsize,
-        handler: H,
-    ) -> Result<Readers<E>, UserfaultfdError>
+    /// `System`, if a descriptor or thread cannot be made.
+    pub(crate) fn start<H>(
+        descriptors: &Userfaultfds,
+        nr_each: usize,
+        handler: impl Fn() -> H,
+    ) -> Result<Readers, UserfaultfdError>
     where
-        H: Fn(&ReportedFault<'_>) -> Result<(), E> + Send + Sync + 'static,
+        H: FnMut(&Userfaultfd, u64) -> Result<(), VcpuError> + Send + 'static,
     {
         let stop = EventFd::new().map_err(UserfaultfdError::system("eventfd"))?;
-        let polls: Vec<Poll> = (0..nr_readers.get())
-            .map(|_| Poll::new(userfaultfd.as_fd(), &stop))
-            .collect::<Result<_, _>>()
+        let indexes = (0..descriptors.all.len()).flat_map(|index| std::iter::repeat_n(index, nr_each));
+        let polls: Vec<(usize, OwnedFd)> = indexes
+            .map(|index| Ok((index, poll(&descriptors.all[index], &stop)?)))
+            .collect::<rustix::io::Result<_>>()
             .map_err(UserfaultfdError::system("epoll_create1 or epoll_ctl"))?;
-        let shared = Arc::new(Shared { userfaultfd, stop, failure: Mutex::new(None) });
-        let handler = Arc::new(handler);
-        let mut threads = Vec::with_capacity(polls.len());
-        for (nr, poll) in polls.into_iter().enumerate() {
-            let (shared_with, handler) = (Arc::clone(&shared), Arc::clone(&handler));
-            let read = move || shared_with.run(&poll, &*handler);
-            match thread::Builder::new().name(format!("uffd-{nr}")).spawn(read) {
-                Ok(thread) => threads.push(thread),
-                Err(source) => {
-                    shared.stop.signal();
-                    join(&mut threads);
-                    return Err(UserfaultfdError::System { call: "creation of a thread", source });
+        let shared = Arc::new(Shared { descriptors: descriptors.clone(), stop, failure: Mutex::new(None) });
+        let mut readers = Readers { threads: Vec::with_capacity(polls.len()), shared };
+        for (index, poll) in polls {
+            let (shared, mut handler) = (Arc::clone(&readers.shared), handler());
+            let run = move || {
+                // Dropped by a panic of the handler, too.
+                let end_all = EndAll(&shared);
+                match serve(&shared.descriptors.all[index], &poll, &mut handler) {
+                    Ok(()) => std::mem::forget(end_all),
+                    // Stored before any thread is released. Later failures are consequences: what
+                    // other readers fill is not registered any more.
+                    Err(error) => {
+                        shared.failure.lock().get_or_insert(error);
+                    }
                 }
-            }
+            };
+            let thread = thread::Builder::new().name(format!("uffd-{index}")).spawn(run);
+            readers.threads.push(thread.map_err(UserfaultfdError::system("creation of a thread"))?);
         }
-        Ok(Readers { threads, shared })
-    }
-
-    /// Whether a failure has ended them, or ends them now.
-    pub fn has_failed(&self) -> bool {
-        self.shared.failure.lock().is_some()
+        Ok(readers)
     }
 
     /// Ends all threads, each after the fault that it serves, and waits for them.
@@ -110,62 +96,72 @@ impl<E: Send + 'static> Readers<E> {
     /// The failure that ended them before, the first if there were several.
     ///
     /// # Panics
-    /// If the handler panicked.
-    pub fn stop(mut self) -> Result<(), ReaderError<E>> {
+    /// If a handler panicked.
+    pub(crate) fn stop(mut self) -> Result<(), VcpuError> {
         self.shared.stop.signal();
-        join(&mut self.threads);
-        match self.shared.failure.lock().take() {
-            None => Ok(()),
-            Some(Failure::Error(error)) => Err(error),
-            Some(Failure::Panic(payload)) => panic::resume_unwind(payload),
+        let ended: Vec<_> = self.threads.drain(..).map(JoinHandle::join).collect();
+        if let Some(panic) = ended.into_iter().find_map(Result::err) {
+            panic::resume_unwind(panic);
         }
+        self.shared.failure.lock().take().map_or(Ok(()), Err)
     }
 }
 
-fn join(threads: &mut Vec<JoinHandle<()>>) {
-    for thread in threads.drain(..) {
-        // A panic of the handler was caught; there is no other.
-        let _ = thread.join();
-    }
-}
-
-impl<E> Drop for Readers<E> {
+impl Drop for Readers {
     fn drop(&mut self) {
         // `stop` has taken the threads.
         if !self.threads.is_empty() {
-            self.shared.userfaultfd.abandon();
-            self.shared.stop.signal();
-            join(&mut self.threads);
+            drop(EndAll(&self.shared));
+            self.threads.drain(..).for_each(|thread| drop(thread.join()));
         }
     }
 }
 
-impl<E> Shared<E> {
-    /// Reads until the end. After a failure no thread waits for ever.
-    fn run(&self, poll: &Poll, handler: &(impl Fn(&ReportedFault<'_>) -> Result<(), E> + Sync)) {
-        // Unwind-safe: nothing here reads what the handler has left half done; its panic ends all.
-        let served = panic::catch_unwind(panic::AssertUnwindSafe(|| self.serve(poll, handler)));
-        let failure = match served {
-            Ok(Ok(())) => return,
-            Ok(Err(error)) => Failure::Error(error),
-            Err(payload) => Failure::Panic(payload),
-        };
-        // Stored before any thread is released. Later failures are consequences: what other readers
-        // fill is not registered any more.
-        self.failure.lock().get_or_insert(failure);
-        self.userfaultfd.abandon();
-        self.stop.signal();
-    }
+/// Ends all readers when it is dropped, so that no thread waits for ever.
+struct EndAll<'a>(&'a Shared);
 
-    fn serve(&self, poll: &Poll, handler: &impl Fn(&ReportedFault<'_>) -> Result<(), E>) -> Result<(), ReaderError<E>> {
-        let system = |error| ReaderError::Userfaultfd(UserfaultfdError::system("epoll_wait")(error));
-        while poll.wait().map_err(system)? == Woken::Message {
-            // Another reader may have taken it.
-            match self.userfaultfd.read_event().map_err(ReaderError::Userfaultfd)? {
-                Some(UserfaultfdEvent::Fault(fault)) => handler(&fault).map_err(ReaderError::Handler)?,
-                Some(UserfaultfdEvent::Other) | None => {}
+impl Drop for EndAll<'_> {
+    fn drop(&mut self) {
+        self.0.descriptors.all.iter().for_each(Userfaultfd::abandon);
+        self.0.stop.signal();
+    }
+}
+
+/// Reads until the end.
+fn serve(
+    descriptor: &Userfaultfd,
+    poll: &OwnedFd,
+    handler: &mut impl FnMut(&Userfaultfd, u64) -> Result<(), VcpuError>,
+) -> Result<(), VcpuError> {
+    while wait(poll).map_err(UserfaultfdError::system("epoll_wait"))? == MESSAGE {
+        // Another reader may have taken it.
+        if let Some(page) = descriptor.read_fault()? {
+            handler(descriptor, page)?;
+        }
+    }
+    Ok(())
+}
+
+/// For messages on `descriptor`, each of which wakes only some of the readers, and for `stop`.
+fn poll(descriptor: &Userfaultfd, stop: &EventFd) -> rustix::io::Result<OwnedFd> {
+    let poll = epoll::create(CreateFlags::CLOEXEC)?;
+    epoll::add(&poll, descriptor, EventData::new_u64(MESSAGE), EventFlags::IN | EventFlags::EXCLUSIVE)?;
+    epoll::add(&poll, stop.as_fd(), EventData::new_u64(STOP), EventFlags::IN)?;
+    Ok(poll)
+}
+
+/// Waits without a limit. The end goes before a message.
+fn wait(poll: &OwnedFd) -> rustix::io::Result<u64> {
+    let mut events = [MaybeUninit::<Event>::uninit(); 2];
+    loop {
+        match epoll::wait(poll, &mut events, None) {
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+            Ok((events, _)) => {
+                if let Some(event) = events.iter().map(|event| event.data.u64()).max() {
+                    return Ok(event);
+                }
             }
         }
-        Ok(())
     }
 }

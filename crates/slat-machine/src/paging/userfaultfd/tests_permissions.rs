@@ -1,13 +1,14 @@
 //! Users with fewer permissions: a thread drops its permissions and tries then.
 
-use std::io;
 use std::ptr;
-use std::thread;
 
-use slat::PAGE_SIZE;
+use slat::Access;
+use slat_userfaultfd::Userfaultfd as Kernel;
 
-use super::tests::{bytes_of, contents_of, memory, touch, userfaultfd, word_of, write_from};
+use super::tests::{assert_page, contents_of, memory, next_fault, register, touch, word_of, write_from};
 use super::*;
+
+const DEVICE: &str = "/dev/userfaultfd";
 
 /// `struct __user_cap_header_struct` and the two `struct __user_cap_data_struct` of version 3.
 const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
@@ -48,63 +49,57 @@ fn forbid_the_call(errno: u32) {
     }
 }
 
-/// The result in a thread after `restrict`.
-fn restricted(restrict: impl FnOnce() + Send + 'static) -> Result<Userfaultfd, UserfaultfdError> {
-    thread::spawn(move || {
+/// The result of `open` in a thread after `restrict`.
+fn restricted<T: Send + 'static>(
+    restrict: impl FnOnce() + Send + 'static,
+    open: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    let open = || {
         restrict();
-        Userfaultfd::new()
-    })
-    .join()
-    .unwrap()
+        open()
+    };
+    thread::spawn(open).join().unwrap()
+}
+
+/// Whether a user without permissions has faults of user mode only.
+fn is_for_the_permitted() -> bool {
+    let allowed = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
+    let is_open = restricted(drop_permissions, || std::fs::File::options().read(true).write(true).open(DEVICE)).is_ok();
+    let is_so = Kernel::available().is_ok() && !is_open && allowed.is_ok_and(|setting| setting.trim() == "0");
+    if !is_so {
+        eprintln!("SKIPPED: userfaultfd is allowed for all users here, or for none");
+    }
+    is_so
 }
 
 #[test]
 fn without_permissions_faults_of_user_mode_are_handled() {
-    let allowed = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
-    if userfaultfd().is_none() || !allowed.is_ok_and(|setting| setting.trim() == "0") {
-        eprintln!("SKIPPED: userfaultfd is allowed for all users here, or for none");
+    if !is_for_the_permitted() {
         return;
     }
-    let mut userfaultfd = match restricted(drop_permissions) {
-        Ok(userfaultfd) if userfaultfd.handles_kernel_faults() => {
-            eprintln!("SKIPPED: /dev/userfaultfd is open to all users here");
-            return;
-        }
-        userfaultfd => userfaultfd.unwrap(),
-    };
     let memory = memory(BackingKind::Anonymous, 2);
-    userfaultfd.register(&memory, 0..2 * PAGE_SIZE, RegisterMode::Missing).unwrap();
+    let of_its = memory.clone();
+    let userfaultfds = restricted(drop_permissions, move || register(&of_its, RegisterMode::Missing, 1)).unwrap();
     let refused = write_from(&memory).join().unwrap().expect_err("the kernel does not wait");
     assert_eq!(refused.raw_os_error(), Some(libc::EFAULT));
     let toucher = touch(&memory, 1, Access::Write);
-    let fault = loop {
-        match userfaultfd.read_event().unwrap() {
-            Some(UserfaultfdEvent::Fault(fault)) => break fault,
-            Some(event) => panic!("{event:?}"),
-            None => thread::yield_now(),
-        }
-    };
-    assert_eq!(fault.offset_bytes, PAGE_SIZE);
-    let filled = userfaultfd.copy(&memory, PAGE_SIZE, &contents_of(1), Wake::Waiters).unwrap();
-    assert_eq!(filled, Filled::Done);
+    assert_eq!(next_fault(userfaultfds.of(1)), 1);
+    userfaultfds.of(1).copy(1, &contents_of(1), Wake::Waiters).unwrap();
     toucher.join().unwrap().expect("it is there");
-    assert_eq!(memory.load(bytes_of(1).start), Some(word_of(1)));
+    assert_page(&memory, 1, word_of(1));
 }
 
 #[test]
 fn a_refusal_names_the_settings() {
-    let result = restricted(move || {
+    let forbid = || {
         drop_permissions();
         forbid_the_call(libc::EPERM as u32);
-    });
-    match result {
+    };
+    match restricted(forbid, Kernel::available) {
         Ok(_) => eprintln!("SKIPPED: /dev/userfaultfd is open to all users here"),
         Err(error) => {
-            assert!(
-                matches!(error, UserfaultfdError::Open(OpenError::NotPermitted { .. })) && !error.is_bad_usage(),
-                "{error:?}"
-            );
-            for setting in ["/proc/sys/vm/unprivileged_userfaultfd", "/dev/userfaultfd", "CAP_SYS_PTRACE"] {
+            assert!(matches!(error, OpenError::NotPermitted { .. }), "{error:?}");
+            for setting in ["/proc/sys/vm/unprivileged_userfaultfd", DEVICE, "CAP_SYS_PTRACE"] {
                 assert!(error.to_string().contains(setting), "{error}");
             }
         }
@@ -113,20 +108,16 @@ fn a_refusal_names_the_settings() {
 
 #[test]
 fn a_kernel_without_userfaultfd_is_another_error() {
-    let error = restricted(|| forbid_the_call(libc::ENOSYS as u32)).expect_err("no such call");
-    assert!(
-        matches!(error, UserfaultfdError::Open(OpenError::NotSupported { .. })) && !error.is_bad_usage(),
-        "{error:?}"
-    );
+    let error = restricted(|| forbid_the_call(libc::ENOSYS as u32), Kernel::available).expect_err("no such call");
+    assert!(matches!(error, OpenError::NotSupported { .. }), "{error:?}");
     assert!(error.to_string().contains("CONFIG_USERFAULTFD"));
 }
 
 #[test]
 fn the_device_is_as_good_as_the_call() {
-    if std::fs::OpenOptions::new().read(true).write(true).open("/dev/userfaultfd").is_err() {
+    if std::fs::File::options().read(true).write(true).open(DEVICE).is_err() {
         eprintln!("SKIPPED: /dev/userfaultfd is not open to this user");
         return;
     }
-    let userfaultfd = restricted(|| forbid_the_call(libc::EPERM as u32)).unwrap();
-    assert!(userfaultfd.handles_kernel_faults());
+    assert!(restricted(|| forbid_the_call(libc::EPERM as u32), Kernel::available).unwrap().kernel_faults);
 }

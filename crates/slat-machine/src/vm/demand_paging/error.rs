@@ -78,7 +78,6 @@ impl DemandPagingError {
         match self {
             DemandPagingError::Config(_) | DemandPagingError::WrongResolver { .. } => true,
             DemandPagingError::Memory(error) => error.is_bad_usage(),
-            DemandPagingError::Userfaultfd(error) => error.is_bad_usage(),
             _ => false,
         }
     }

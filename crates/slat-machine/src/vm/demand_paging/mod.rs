@@ -60,8 +60,8 @@ use crate::hardware::walk::{HardwareFormat, Processor};
 use crate::linux::topology;
 use crate::memory::{Backing, BackingKind, GuestMemfd, Reserved};
 use crate::paging::{
-    AllReaders, Arrivals, Delivery, DeliveryConfig, EngineBitmap, FetchFrom, Filler, OpenSource, RegisterMode,
-    RingPages, SharedBitmap, SharedMemoryFile, Userfaultfds, VcpusExit, copy_rest, register,
+    Arrivals, Delivery, DeliveryConfig, EngineBitmap, FetchFrom, Filler, OpenSource, Readers, RegisterMode, RingPages,
+    SharedBitmap, SharedMemoryFile, Userfaultfds, VcpusExit, copy_rest, start_readers,
 };
 use crate::vm::guest::{self, Sharing};
 use crate::vm::host::{BackingSlice, MachineHost};
@@ -168,16 +168,14 @@ impl<F: HardwareFormat> DemandPaging<F> {
         let arrivals = Arc::new(Arrivals::new(nr_blocks, words));
         let register_mode = if config.mode.is_minor() { RegisterMode::Minor } else { RegisterMode::Missing };
         let descriptors = if layout.nr_descriptors > 0 {
-            Some(register(&memory, register_mode, layout.nr_descriptors)?)
+            Some(Userfaultfds::register(&memory, register_mode, layout.nr_descriptors)?)
         } else {
             None
         };
         let filler = match (&descriptors, config.mode.is_minor(), alias) {
             _ if matches!(config.mode, PagingMode::None | PagingMode::UserfaultRing) => None,
-            (Some(descriptors), true, Some(alias)) => {
-                Some(Filler::Continue(memory.clone(), alias, descriptors.clone()))
-            }
-            (Some(descriptors), ..) => Some(Filler::Copy(memory.clone(), descriptors.clone())),
+            (Some(descriptors), true, Some(alias)) => Some(Filler::Continue(alias, descriptors.clone())),
+            (Some(descriptors), ..) => Some(Filler::Copy(descriptors.clone())),
             (None, ..) => Some(match memory.guest_memfd() {
                 Some(private) => Filler::Install(Arc::clone(private)),
                 None => Filler::InPlace(memory.clone()),
@@ -210,14 +208,9 @@ impl<F: HardwareFormat> DemandPaging<F> {
 
     fn make_slot(&self) -> Result<(), DemandPagingError> {
         let size_bytes = self.layout.nr_pages << Gfn::SHIFT;
-        self.vm.set_user_memory_region(MemoryRegion {
-            slot: SLOT,
-            flags: self.flags(),
-            guest_phys_addr: REGION_GPA,
-            memory_size: size_bytes,
-            backing: Some(BackingSlice { backing: self.memory.clone(), offset_bytes: 0 }),
-            userfault_bitmap: self.bitmap(),
-        })?;
+        let region = BackingSlice::region(SLOT, REGION_GPA, &self.memory);
+        let (flags, userfault_bitmap) = (self.flags(), self.bitmap());
+        self.vm.set_user_memory_region(MemoryRegion { flags, userfault_bitmap, ..region })?;
         if self.memory.guest_memfd().is_some() {
             self.vm.set_memory_attributes(REGION_GPA, size_bytes, MemoryAttributes::PRIVATE)?;
         }
@@ -359,7 +352,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
             (Some(from), Some(descriptors)) => {
                 let vcpus_exit = if mode.uses_bitmap() { VcpusExit::Yes } else { VcpusExit::No };
                 let nr_readers = self.config.nr_readers;
-                Some(AllReaders::start(descriptors, nr_readers, from, &self.arrivals, vcpus_exit)?)
+                Some(start_readers(descriptors, nr_readers, from, &self.arrivals, vcpus_exit)?)
             }
             _ => None,
         };
@@ -407,11 +400,11 @@ impl<F: HardwareFormat> DemandPaging<F> {
             };
             Ok((finished, nr_copied))
         })?;
-        if let Some(error) = readers.and_then(AllReaders::stop) {
+        if let Some(Err(error)) = readers.map(Readers::stop) {
             background.get_or_insert(("readers of a userfaultfd", error));
         }
         if let Some(descriptors) = &self.descriptors {
-            descriptors.wake_all(&self.memory);
+            descriptors.wake_all();
         }
         self.nr_copied += nr_copied;
         let ended = report::ended(finished.endings)?;

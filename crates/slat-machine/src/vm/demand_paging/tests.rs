@@ -32,12 +32,16 @@ pub(super) fn resolver_of(mode: PagingMode) -> PagesFrom {
     if mode == PagingMode::None { PagesFrom::None } else { made(SEED, 0) }
 }
 
-/// Whether this machine supports the mode.
-pub(super) fn can(mode: PagingMode) -> bool {
+/// Those of `modes` that this machine supports.
+pub(super) fn supported(modes: impl IntoIterator<Item = PagingMode>) -> impl Iterator<Item = PagingMode> {
+    modes.into_iter().filter(|mode| can(*mode))
+}
+
+fn can(mode: PagingMode) -> bool {
     if !mode.uses_userfaultfd() {
         return true;
     }
-    match crate::paging::Userfaultfd::new() {
+    match slat_userfaultfd::Userfaultfd::available() {
         Ok(_) => true,
         Err(error) => {
             println!("skipped: {error}");
@@ -77,7 +81,7 @@ const MODES: [PagingMode; 7] = [
 
 #[test]
 fn each_mode_delivers_each_page_once() {
-    for mode in MODES.into_iter().filter(|mode| can(*mode)) {
+    for mode in supported(MODES) {
         for sharing in [Sharing::Partitioned, Sharing::Overlapping] {
             for descriptors in [config::Descriptors::One, config::Descriptors::OnePerVcpu] {
                 let config = DemandPagingConfig { sharing, descriptors, nr_readers: 2, ..small(mode) };
@@ -92,22 +96,15 @@ fn each_mode_delivers_each_page_once() {
 
 #[test]
 fn a_file_is_empty_where_pages_are_to_be_missing() {
-    for mode in [PagingMode::Missing, PagingMode::MissingUserfault] {
-        if can(mode) {
-            let backing = PagedBacking::Memory(BackingKind::Shmem);
-            run::<Npt>(&DemandPagingConfig { backing, ..small(mode) }, resolver_of(mode));
-        }
+    for mode in supported([PagingMode::Missing, PagingMode::MissingUserfault]) {
+        let backing = PagedBacking::Memory(BackingKind::Shmem);
+        run::<Npt>(&DemandPagingConfig { backing, ..small(mode) }, resolver_of(mode));
     }
 }
 
 #[test]
 fn few_threads_run_many_vcpus_whose_pages_have_a_latency() {
-    for mode in
-        [PagingMode::Userfault, PagingMode::MissingUserfault, PagingMode::MinorUserfault, PagingMode::UserfaultRing]
-    {
-        if !can(mode) {
-            continue;
-        }
+    for mode in supported(MODES.into_iter().filter(|mode| mode.uses_bitmap())) {
         for sharing in [Sharing::Partitioned, Sharing::Overlapping] {
             for threads in [VcpuThreads::Few(1), VcpuThreads::Few(3), VcpuThreads::OnePerVcpu] {
                 let config = DemandPagingConfig { nr_vcpus: 8, sharing, vcpu_threads: Some(threads), ..small(mode) };
@@ -122,12 +119,7 @@ fn few_threads_run_many_vcpus_whose_pages_have_a_latency() {
 #[test]
 fn the_copier_fetches_the_pages_without_a_request_and_none_twice() {
     let mut nr_copied = 0;
-    for mode in
-        [PagingMode::Userfault, PagingMode::MissingUserfault, PagingMode::MinorUserfault, PagingMode::UserfaultRing]
-    {
-        if !can(mode) {
-            continue;
-        }
+    for mode in supported(MODES.into_iter().filter(|mode| mode.uses_bitmap())) {
         for delay_ns in [0, 30_000] {
             let config = DemandPagingConfig { copier: Some(Copier { window: 16 }), ..small(mode) };
             let source = made(SEED, delay_ns);
@@ -204,10 +196,7 @@ fn the_guest_finds_wrong_contents() {
 /// once.
 #[test]
 fn the_process_touches_the_memory_too() {
-    for mode in [PagingMode::MissingUserfault, PagingMode::MinorUserfault] {
-        if !can(mode) {
-            continue;
-        }
+    for mode in supported([PagingMode::MissingUserfault, PagingMode::MinorUserfault]) {
         for delay_ns in [0, 20_000] {
             let mut paging = DemandPaging::<Npt>::new(&small(mode)).unwrap();
             let (memory, nr_pages) = (paging.memory().clone(), paging.nr_pages());
@@ -274,10 +263,7 @@ fn the_dirty_log_is_exact_while_pages_arrive() {
         let mut paging = DemandPaging::<Ept>::new(&DemandPagingConfig { engine, ..config.clone() }).unwrap();
         paging.check_dirty_log(resolver_of(PagingMode::Userfault), 3).unwrap();
     }
-    for mode in [PagingMode::MissingUserfault, PagingMode::MinorUserfault, PagingMode::UserfaultRing]
-        .into_iter()
-        .filter(|mode| can(*mode))
-    {
+    for mode in supported([PagingMode::MissingUserfault, PagingMode::MinorUserfault, PagingMode::UserfaultRing]) {
         let config = DemandPagingConfig { dirty_logging: DirtyLogging::On, ..small(mode) };
         let mut paging = DemandPaging::<Stage2>::new(&config).unwrap();
         paging.check_dirty_log(resolver_of(mode), 3).unwrap();

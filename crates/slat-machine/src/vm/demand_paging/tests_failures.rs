@@ -13,7 +13,7 @@ use slat::format::Npt;
 use slat_pager::source::pattern::Pattern;
 use slat_pager::source::{Identity, Source, SourceError};
 
-use super::tests::{can, made, small};
+use super::tests::{made, small, supported};
 use super::*;
 use crate::paging::DeliveryError;
 use crate::paging::{LocalAddress, OpenSource, PagesServer, SourceSpec};
@@ -46,13 +46,10 @@ fn all_failed(result: Result<DemandPagingReport, DemandPagingError>, is_it: impl
 
 #[test]
 fn all_vcpus_get_the_error_of_a_source_and_another_source_goes_on() {
-    for mode in [PagingMode::Userfault, PagingMode::MissingUserfault, PagingMode::MinorUserfault] {
+    for mode in supported([PagingMode::Userfault, PagingMode::MissingUserfault, PagingMode::MinorUserfault]) {
         for (threads, delay_ns) in
             [(VcpuThreads::Few(2), 0), (VcpuThreads::Few(1), 10_000), (VcpuThreads::OnePerVcpu, 0)]
         {
-            if !can(mode) {
-                continue;
-            }
             let copier = (delay_ns > 0).then_some(Copier { window: 8 });
             let config = DemandPagingConfig { vcpu_threads: Some(threads), copier, ..small(mode) };
             let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
@@ -73,10 +70,7 @@ fn all_vcpus_get_the_error_of_a_source_and_another_source_goes_on() {
 
 #[test]
 fn abandoned_memory_behind_a_userfaultfd_can_be_torn_down() {
-    for mode in [PagingMode::Missing, PagingMode::Minor] {
-        if !can(mode) {
-            continue;
-        }
+    for mode in supported([PagingMode::Missing, PagingMode::Minor]) {
         let mut paging = DemandPaging::<Npt>::new(&small(mode)).unwrap();
         let (path, short) = short_file(100);
         all_failed(paging.run(PagesFrom::Source(short)), |error| matches!(error, VcpuError::Source(_)));

@@ -27,7 +27,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use slat::baselines::{AtomicU32, Park};
 use slat::format::Format;
 use slat::host::{AllocationWait, Resolved, TableNode, Unresolved, ZappedLeaf};
-use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, NodeId, PAGE_SIZE, Pfn, Vm};
+use slat::{Access, Gfn, GfnRange, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, NodeId, PAGE_SIZE, Pfn, Vm};
 use thiserror::Error;
 
 use crate::hardware::commit::FlushDomain;
@@ -67,6 +67,48 @@ pub struct BackingSlice {
     /// must be as far from a multiple of their size as the memslot's guest-physical address is.
     pub offset_bytes: u64,
 }
+
+impl BackingSlice {
+    /// A memslot at `gpa` that has all of `backing`, without flags.
+    pub fn region(slot: u32, gpa: Gpa, backing: &Backing) -> MemoryRegion<BackingSlice> {
+        MemoryRegion {
+            slot,
+            flags: MemoryRegionFlags::empty(),
+            guest_phys_addr: gpa,
+            memory_size: backing.size_bytes(),
+            backing: Some(BackingSlice { backing: backing.clone(), offset_bytes: 0 }),
+            userfault_bitmap: None,
+        }
+    }
+}
+
+/// What a test's host has from the [`MachineHost`] in its field `$inner`: page-table pages and
+/// time.
+#[cfg(test)]
+macro_rules! machine_tables {
+    ($inner:tt) => {
+        type Backing = BackingSlice;
+
+        fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
+            self.$inner.allocate_table(layout, node, wait)
+        }
+        fn node_of(&self, frame: Pfn) -> NodeId {
+            self.$inner.node_of(frame)
+        }
+        unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+            // SAFETY: as the caller promises.
+            unsafe { self.$inner.free_table(table, layout) }
+        }
+        fn table_ptr(&self, table: Hpa) -> *mut u8 {
+            self.$inner.table_ptr(table)
+        }
+        fn timestamp_ns(&self) -> u64 {
+            self.$inner.timestamp_ns()
+        }
+    };
+}
+#[cfg(test)]
+pub(crate) use machine_tables;
 
 /// The VM, of any format, as its host needs it.
 trait Guest: fmt::Debug + Send + Sync {

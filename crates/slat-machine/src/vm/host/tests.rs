@@ -118,61 +118,35 @@ fn no_table_has_two_owners() {
 }
 
 #[test]
-fn a_sleeper_is_woken() {
+fn sleepers_are_woken_and_a_wake_up_returns_whether_one_slept() {
     let host = host(None);
     let word = AtomicU32::new(0);
-    thread::scope(|scope| {
-        let sleeper = scope.spawn(|| {
-            while word.load(Ordering::Acquire) == 0 {
-                host.park(&word, 0);
+    let sleep = || {
+        while word.load(Ordering::Acquire) == 0 {
+            host.park(&word, 0);
+        }
+    };
+    for nr_sleepers in [1, 8] {
+        word.store(0, Ordering::Release);
+        thread::scope(|scope| {
+            let sleepers: Vec<_> = (0..nr_sleepers).map(|_| scope.spawn(sleep)).collect();
+            // As long as the word is 0 each sleeps again and again, so this ends.
+            while !host.unpark_one(&word) {
+                thread::yield_now();
+            }
+            thread::sleep(Duration::from_millis(5));
+            assert!(sleepers.iter().all(|sleeper| !sleeper.is_finished()));
+            word.store(1, Ordering::Release);
+            match nr_sleepers {
+                1 => _ = host.unpark_one(&word),
+                _ => host.unpark_all(&word),
             }
         });
-        thread::sleep(Duration::from_millis(5));
-        assert!(!sleeper.is_finished());
-        word.store(1, Ordering::Release);
-        host.unpark_one(&word);
-    });
+    }
     // Another value: no sleep at all. No sleeper: no wake-up.
     host.park(&word, 0);
     assert!(!host.unpark_one(&word));
     host.unpark_all(&word);
-}
-
-#[test]
-fn all_sleepers_are_woken() {
-    let host = host(None);
-    let word = AtomicU32::new(0);
-    thread::scope(|scope| {
-        for _ in 0..8 {
-            scope.spawn(|| {
-                while word.load(Ordering::Acquire) == 0 {
-                    host.park(&word, 0);
-                }
-            });
-        }
-        thread::sleep(Duration::from_millis(5));
-        word.store(1, Ordering::Release);
-        host.unpark_all(&word);
-    });
-}
-
-#[test]
-fn a_wake_up_returns_whether_a_thread_slept() {
-    let host = host(None);
-    let word = AtomicU32::new(0);
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            while word.load(Ordering::Acquire) == 0 {
-                host.park(&word, 0);
-            }
-        });
-        // As long as the word is 0 the thread sleeps again and again, so this ends.
-        while !host.unpark_one(&word) {
-            thread::yield_now();
-        }
-        word.store(1, Ordering::Release);
-        host.unpark_all(&word);
-    });
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use slat::dirty::DirtyTracking;
 use slat::format::Npt;
 use slat::shadow::ShadowPaging;
-use slat::{Config, Gfn, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, Vcpu, Vm};
+use slat::{Config, Gfn, PAGE_SIZE, Vcpu, Vm};
 
 use super::{MachineConfig, MachineError, REGION_GPA, TABLES_GPA};
 use crate::hardware::commit::Port;
@@ -145,13 +145,6 @@ pub(super) fn add_tables_slot<F: HardwareFormat>(
     };
     tables.memory_bytes = tables.needed_bytes().next_multiple_of(PAGE_SIZE);
     let backing = Backing::new(BackingKind::Anonymous, tables.memory_bytes)?;
-    vm.set_user_memory_region(MemoryRegion {
-        slot: config.nr_slots + 1,
-        flags: MemoryRegionFlags::empty(),
-        guest_phys_addr: TABLES_GPA,
-        memory_size: tables.memory_bytes,
-        backing: Some(BackingSlice { backing: backing.clone(), offset_bytes: 0 }),
-        userfault_bitmap: None,
-    })?;
+    vm.set_user_memory_region(BackingSlice::region(config.nr_slots + 1, TABLES_GPA, &backing))?;
     Ok((tables, backing))
 }
