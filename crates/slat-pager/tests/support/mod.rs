@@ -47,7 +47,10 @@ pub fn wrong(seed: u64, offset: u64, found: &[u8]) -> Option<u64> {
     if expected == found {
         return None;
     }
-    (offset..).zip(expected.iter().zip(found)).find(|(_, (expected, found))| expected != found).map(|(offset, _)| offset)
+    (offset..)
+        .zip(expected.iter().zip(found))
+        .find(|(_, (expected, found))| expected != found)
+        .map(|(offset, _)| offset)
 }
 
 /// A source of the snapshot `seed` that is read, not mapped.
