@@ -55,7 +55,7 @@ slat-pager = { path = "slat-pager" }
 slat-results = { path = "slat-results" }
 slat-userfaultfd = { path = "slat-userfaultfd" }
 MANIFEST
-# The profile of the workspace; without it everything would be built again.
-sed -n '/^\[profile\.dev\]/,/^$/p' Cargo.toml >>"$unpacked/Cargo.toml"
+# The profiles of the workspace; without them everything would be built again.
+sed -n '/^\[profile\.dev/,/^$/p' Cargo.toml >>"$unpacked/Cargo.toml"
 cd "$unpacked"
 CARGO_TARGET_DIR=$target cargo check --workspace --all-targets
