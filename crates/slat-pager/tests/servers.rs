@@ -191,7 +191,7 @@ fn serve_a_guest(source: Arc<dyn Source>) {
             scope.spawn(move || (nr..guest.nr_pages()).step_by(4).for_each(|page| guest.verify(page, SEED)));
         }
     });
-    assert_eq!(vm.present_bytes(), SIZE as u64);
+    support::until_present(SIZE as u64, || vm.present_bytes());
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,6 +7,7 @@ pub mod userfaultfd;
 use std::ops::Range;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
@@ -38,6 +39,15 @@ fn word(seed: u64, index: u64) -> u64 {
     let mixed = (mixed ^ mixed >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
     mixed ^ mixed >> 31
+}
+
+/// Waits until a VM has `nr_bytes`: a page counts a moment after its threads were woken.
+pub fn until_present(nr_bytes: u64, present_bytes: impl Fn() -> u64) {
+    let began = Instant::now();
+    while present_bytes() != nr_bytes {
+        assert!(began.elapsed() < Duration::from_secs(60), "{} of {nr_bytes} bytes are present", present_bytes());
+        std::thread::yield_now();
+    }
 }
 
 /// The first byte of `found` that is not as in the snapshot `seed` from `offset` on.
