@@ -19,10 +19,10 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use pager::{Client, MIB, Pager, SEED, SIZE, folder, metric, noted, socket, until};
+use pager::{Client, MIB, Pager, SEED, SIZE, folder, metric, noted, socket};
 use registered::{Guest, Kind, PAGE, handshake, send, userfaultfd};
 use slat_pager::userfaultfd::{RegisterMode, Userfaultfd};
-use support::{bytes, client_argument};
+use support::{bytes, client_argument, until};
 
 // What a monitor does.
 

@@ -27,12 +27,13 @@ use std::thread;
 use std::time::Duration;
 
 use memmap2::{MmapOptions, MmapRaw};
-use pager::{Pager, SEED, SIZE, folder, metric, noted, socket, until};
+use pager::{Pager, SEED, SIZE, folder, metric, noted, socket};
 use registered::{Guest, PAGE, send_with, userfaultfd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use slat_pager::protocol::guest_memfd::{FaultReply, FaultRequest};
 use slat_pager::userfaultfd::{RegisterMode, Userfaultfd};
+use support::until;
 
 const GUEST_MEMFD: &[&str] = &["--experimental", "guest-memfd"];
 const NR_VCPUS: u32 = 8;

@@ -12,10 +12,10 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
 
-use pager::{Pager, SEED, SIZE, folder, metric, socket, until};
+use pager::{Pager, SEED, SIZE, folder, metric, socket};
 use registered::{Guest, Kind, send, userfaultfd};
 use slat_pager::userfaultfd::{RegisterMode, Userfaultfd};
-use support::bytes;
+use support::{bytes, until};
 
 const HANDOFF: &[&str] = &["--experimental", "handoff"];
 

@@ -132,7 +132,7 @@ fn a_fault_does_not_wait_for_a_replay_that_waits_for_memory() {
     drop(silent);
     replays.into_iter().for_each(|replay| assert_eq!(replay.join().unwrap(), 0));
     assert_eq!(waiting.join().unwrap(), MIB as u64 - GRANULE);
-    support::until_present(MIB as u64, || vm.present_bytes());
+    support::until_present(MIB as u64, &vm);
     drop(vm);
     assert_eq!(budget.free_bytes(), 16 * GRANULE);
 }

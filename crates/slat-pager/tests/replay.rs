@@ -68,7 +68,7 @@ fn a_working_set_is_recorded_and_replayed_beside_faults() {
         assert_eq!(guest.nr_wrong(SEED, 64), 0);
         replaying.join().unwrap().unwrap();
     });
-    support::until_present(NR_BYTES, || vm.present_bytes());
+    support::until_present(NR_BYTES, &vm);
 }
 
 #[test]

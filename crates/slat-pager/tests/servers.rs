@@ -191,7 +191,7 @@ fn serve_a_guest(source: Arc<dyn Source>) {
             scope.spawn(move || (nr..guest.nr_pages()).step_by(4).for_each(|page| guest.verify(page, SEED)));
         }
     });
-    support::until_present(SIZE as u64, || vm.present_bytes());
+    support::until_present(SIZE as u64, &vm);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -14,9 +14,10 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use pager::{Pager, SEED, SIZE, folder, metric, socket, until};
+use pager::{Pager, SEED, SIZE, folder, metric, socket};
 use registered::{Guest, Kind, handshake, send, userfaultfd};
 use slat_pager::userfaultfd::RegisterMode;
+use support::until;
 
 /// The first version of systemd that judges the units of a folder.
 const WITH_OFFLINE: u32 = 250;

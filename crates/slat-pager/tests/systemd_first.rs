@@ -14,10 +14,10 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use pager::{SEED, SIZE, metric, until};
+use pager::{SEED, SIZE, metric};
 use registered::{Guest, Kind, handshake, send, userfaultfd};
 use slat_pager::userfaultfd::RegisterMode;
-use support::{CLIENT, bytes, client_argument};
+use support::{CLIENT, bytes, client_argument, until};
 
 /// What the namespaces have: units of this folder alone, programs and the snapshot in /run, and nothing
 /// of the host that a unit writes to. $1 is a folder with all that.

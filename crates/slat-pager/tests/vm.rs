@@ -117,7 +117,7 @@ fn hundreds_of_threads_find_what_the_snapshot_has() {
                 };
                 let vm = served(&guest, &userfaultfd, source, options(nr_threads, granule));
                 verify_all(&guest, 200);
-                support::until_present(size as u64, || vm.present_bytes());
+                support::until_present(size as u64, &vm);
                 assert!(vm.ended().borrow().is_none());
             }
         }

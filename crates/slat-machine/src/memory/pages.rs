@@ -157,6 +157,26 @@ impl Drop for Underway<'_> {
     }
 }
 
+#[derive(Debug, Default)]
+struct Counts {
+    discarded: AtomicU64,
+    moved: AtomicU64,
+    protected: AtomicU64,
+    copied_on_write: AtomicU64,
+    unprotected: AtomicU64,
+    swapped_out: AtomicU64,
+    dropped_clean: AtomicU64,
+    swapped_in: AtomicU64,
+    snapshots_verified: AtomicU64,
+    zapped_accessed: AtomicU64,
+    zapped_dirty: AtomicU64,
+}
+
+fn count(counter: &AtomicU64) {
+    // Relaxed: a statistic.
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
 /// Guest memory in pages of 4 KiB, each of which is in any frame or in none.
 #[derive(Debug)]
 pub struct Pages {
@@ -165,7 +185,7 @@ pub struct Pages {
     nr_snapshots: AtomicU64,
     max_snapshots: u64,
     nr_resolved: AtomicU64,
-    counts: Mutex<EventCounts>,
+    counts: Counts,
 }
 
 impl Pages {
@@ -180,7 +200,7 @@ impl Pages {
             nr_snapshots: AtomicU64::new(0),
             max_snapshots: nr_spare_frames / 2,
             nr_resolved: AtomicU64::new(0),
-            counts: Mutex::default(),
+            counts: Counts::default(),
         })
     }
 
@@ -201,12 +221,22 @@ impl Pages {
 
     /// What was done so far.
     pub fn counts(&self) -> EventCounts {
-        EventCounts { nr_poison_intact: self.frames.nr_intact(), ..*self.counts.lock() }
-    }
-
-    /// Counts one more of `which`.
-    fn count(&self, which: fn(&mut EventCounts) -> &mut u64) {
-        *which(&mut self.counts.lock()) += 1;
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counts = &self.counts;
+        EventCounts {
+            nr_discarded: get(&counts.discarded),
+            nr_moved: get(&counts.moved),
+            nr_protected: get(&counts.protected),
+            nr_copied_on_write: get(&counts.copied_on_write),
+            nr_unprotected: get(&counts.unprotected),
+            nr_swapped_out: get(&counts.swapped_out),
+            nr_dropped_clean: get(&counts.dropped_clean),
+            nr_swapped_in: get(&counts.swapped_in),
+            nr_snapshots_verified: get(&counts.snapshots_verified),
+            nr_poison_intact: self.frames.nr_intact(),
+            nr_zapped_accessed: get(&counts.zapped_accessed),
+            nr_zapped_dirty: get(&counts.zapped_dirty),
+        }
     }
 
     /// The users of frames. Exact while no event and no fault is under way.
@@ -255,10 +285,10 @@ impl Pages {
     /// Counts what the guest did through a leaf.
     pub(crate) fn note_zapped(&self, leaf: ZappedLeaf) {
         if leaf.accessed {
-            self.count(|counts| &mut counts.nr_zapped_accessed);
+            count(&self.counts.zapped_accessed);
         }
         if leaf.dirty {
-            self.count(|counts| &mut counts.nr_zapped_dirty);
+            count(&self.counts.zapped_dirty);
             self.frames.note_dirty(leaf.pfn);
         }
     }
@@ -280,7 +310,7 @@ impl Pages {
                     } else {
                         // No snapshot has it any more. Allowing more needs no invalidation.
                         state.is_protected = false;
-                        self.count(|counts| &mut counts.nr_unprotected);
+                        count(&self.counts.unprotected);
                         Some(frame)
                     }
                 }
@@ -291,7 +321,7 @@ impl Pages {
                         None => self.frames.take_zeroed(),
                     };
                     if frame.is_some() && state.swap.is_some() {
-                        self.count(|counts| &mut counts.nr_swapped_in);
+                        count(&self.counts.swapped_in);
                     }
                     state.frame = frame;
                     state.is_protected = false;
@@ -342,7 +372,7 @@ impl Pages {
             self.drop_swap_if_written(&mut state, old, &underway);
             (state.frame, state.is_protected) = (Some(new), false);
             self.frames.release(old);
-            self.count(|counts| &mut counts.nr_copied_on_write);
+            count(&self.counts.copied_on_write);
         };
         // Out of memory: the guest tries again if its user space wants that.
         invalidate(change).map_err(|_| Unresolved::Gone)?;
@@ -368,7 +398,7 @@ impl Pages {
                 if let Some(frame) = frame {
                     self.frames.release(frame);
                 }
-                self.count(|counts| &mut counts.nr_discarded);
+                count(&self.counts.discarded);
             }
         });
         for page in pages {
@@ -406,7 +436,7 @@ impl Pages {
             // The new frame has no other user: it may be written.
             (state.frame, state.is_protected) = (Some(new), false);
             self.frames.release(old);
-            self.count(|counts| &mut counts.nr_moved);
+            count(&self.counts.moved);
             Effect::Done
         })
     }
@@ -417,10 +447,10 @@ impl Pages {
             let Some(frame) = state.frame else { return Effect::NoFrame };
             self.drop_swap_if_written(state, frame, underway);
             if state.swap.is_some() {
-                self.count(|counts| &mut counts.nr_dropped_clean);
+                count(&self.counts.dropped_clean);
             } else {
                 state.swap = Some(self.frames.contents(frame));
-                self.count(|counts| &mut counts.nr_swapped_out);
+                count(&self.counts.swapped_out);
             }
             (state.frame, state.is_protected) = (None, false);
             self.frames.release(frame);
@@ -455,7 +485,7 @@ impl Pages {
             share.frame = Some(frame);
             state.is_protected = true;
             contents = Some(self.frames.contents(frame));
-            self.count(|counts| &mut counts.nr_protected);
+            count(&self.counts.protected);
             Effect::Done
         })?;
         Ok(contents.map(|contents| Snapshot { share, contents }).ok_or(effect))
@@ -511,7 +541,7 @@ impl Snapshot {
         let Some(frame) = self.share.frame else { return Ok(()) };
         let pages = &self.share.pages;
         pages.frames.compare(frame, &self.contents, "a write-protected page was written in its old frame")?;
-        pages.count(|counts| &mut counts.nr_snapshots_verified);
+        count(&pages.counts.snapshots_verified);
         Ok(())
     }
 }

@@ -7,11 +7,13 @@ pub mod userfaultfd;
 use std::ops::Range;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::thread;
+use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use slat_pager::source::{Identity, PAGE_BYTES, Source, SourceError, check_range};
+use slat_pager::vm::Vm;
 
 /// The byte of the snapshot `seed` at `offset`. Each seventh page is zeros.
 pub fn byte(seed: u64, offset: u64) -> u8 {
@@ -41,13 +43,20 @@ fn word(seed: u64, index: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// Waits until a VM has `nr_bytes`: a page counts a moment after its threads were woken.
-pub fn until_present(nr_bytes: u64, present_bytes: impl Fn() -> u64) {
-    let began = Instant::now();
-    while present_bytes() != nr_bytes {
-        assert!(began.elapsed() < Duration::from_secs(60), "{} of {nr_bytes} bytes are present", present_bytes());
-        std::thread::yield_now();
+/// Waits for what another thread or process does; fails when that never happens.
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    for _ in 0..60_000 {
+        if is_so() {
+            return;
+        }
+        thread::sleep(Duration::from_millis(5));
     }
+    panic!("never: {what}");
+}
+
+/// Waits until a VM has `nr_bytes`: a page counts a moment after its threads were woken.
+pub fn until_present(nr_bytes: u64, vm: &Vm) {
+    until("all pages count", || vm.present_bytes() == nr_bytes);
 }
 
 /// The first byte of `found` that is not as in the snapshot `seed` from `offset` on.

@@ -120,17 +120,6 @@ pub fn noted(folder: &Path) -> usize {
     files.filter(|path| path.extension().is_some_and(|extension| extension == "vm")).count()
 }
 
-/// Waits for what another process does; fails when that never happens.
-pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    for _ in 0..60_000 {
-        if is_so() {
-            return;
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
-    panic!("never: {what}");
-}
-
 /// A folder with a snapshot; `None` if there is no userfaultfd here, which is said.
 pub fn folder() -> Option<tempfile::TempDir> {
     userfaultfd(0)?;

@@ -5,8 +5,7 @@
 //! each lock are much slower than a kernel's counter, but what a waiter waits for is the same: a
 //! thread that runs.
 
-use std::cell::Cell;
-use std::fmt;
+use std::cell::{Cell, RefCell};
 use std::time::Instant;
 
 /// What the scheduler may do with a thread that holds a lock.
@@ -18,53 +17,16 @@ pub enum Holders {
     AreNotPreempted,
 }
 
-/// Durations by powers of two of nanoseconds.
-#[derive(Clone, Copy)]
-pub struct Durations([u64; 64]);
-
-impl Durations {
-    pub const NONE: Durations = Durations([0; 64]);
-
-    fn count(&mut self, ns: u64) {
-        self.0[(64 - ns.leading_zeros()).min(63) as usize] += 1;
-    }
-
-    pub fn add(&mut self, other: Durations) {
-        for (sum, more) in self.0.iter_mut().zip(other.0) {
-            *sum += more;
-        }
-    }
-
-    /// The bound that `part` of all durations keep.
-    fn bound_ns(&self, part: f64) -> u64 {
-        let needed = (self.0.iter().sum::<u64>() as f64 * part).ceil() as u64;
-        let mut nr_below = 0;
-        let power = self.0.iter().position(|nr| {
-            nr_below += nr;
-            nr_below >= needed
-        });
-        1 << power.unwrap_or(63)
-    }
-}
-
-impl fmt::Display for Durations {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let nr = self.0.iter().sum::<u64>();
-        let [half, most, all] = [0.5, 0.999, 1.0].map(|part| self.bound_ns(part));
-        write!(f, "{nr}, half of them under {half} ns, 99.9% under {most} ns, all under {all} ns")
-    }
-}
-
 thread_local! {
     /// Locks that this thread holds.
     static NR_HELD: Cell<u32> = const { Cell::new(0) };
     static SINCE: Cell<Option<Instant>> = const { Cell::new(None) };
-    static HELD_FOR: Cell<Durations> = const { Cell::new(Durations::NONE) };
+    static HELD_FOR_NS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
 
-/// How long this thread has held locks, the outermost each time.
-pub fn held_for() -> Durations {
-    HELD_FOR.get()
+/// For how many nanoseconds this thread has held locks, the outermost each time.
+pub fn take_held_for_ns() -> Vec<u64> {
+    HELD_FOR_NS.take()
 }
 
 /// Puts this thread into a class of the scheduler. Returns whether it may.
@@ -90,10 +52,8 @@ impl Holders {
     pub fn enable(self) {
         if self == Holders::AreNotPreempted && NR_HELD.replace(NR_HELD.get() - 1) == 1 {
             let held = SINCE.take().expect("set when it began").elapsed();
-            let mut all = HELD_FOR.get();
-            all.count(held.as_nanos() as u64);
-            HELD_FOR.set(all);
             assert!(set_class(libc::SCHED_OTHER, 0));
+            HELD_FOR_NS.with_borrow_mut(|all| all.push(held.as_nanos() as u64));
         }
     }
 }

@@ -10,7 +10,7 @@ use slat::shadow::{GuestAccess, Gva, Privilege, ShadowStrategy};
 use slat::{Access, MemoryRegionFlags, Outcome};
 
 use crate::bench::{NR_DATA, NR_TABLES, World, nr_rounds};
-use crate::preemption::{Durations, Holders, held_for};
+use crate::preemption::{Holders, take_held_for_ns};
 
 thread_local! {
     /// How often the thread has yielded in the engine, and for how many nanoseconds.
@@ -47,18 +47,18 @@ impl Waits {
         result
     }
 
-    fn print(mut self, what: &str) {
-        self.waits_ns.sort_unstable();
+    fn print(self, what: &str) {
         let Waits { nr_calls, waits_ns } = self;
-        let at = |part: f64| waits_ns.get((waits_ns.len() as f64 * part) as usize).map_or(0.0, |&ns| ns as f64 / 1e3);
-        println!(
-            "{what}: {nr_calls} calls, {} waited and yielded: median {:.1} us, 90% {:.1} us, longest {:.1} us",
-            waits_ns.len(),
-            at(0.5),
-            at(0.9),
-            waits_ns.last().map_or(0.0, |&ns| ns as f64 / 1e3),
-        );
+        println!("{what}: {nr_calls} calls, {} waited and yielded: {}", waits_ns.len(), quantiles(waits_ns));
     }
+}
+
+fn quantiles(mut all_ns: Vec<u64>) -> String {
+    all_ns.sort_unstable();
+    let us_at = |part: f64| all_ns.get((all_ns.len() as f64 * part) as usize).map_or(0.0, |&ns| ns as f64 / 1e3);
+    let longest_us = all_ns.last().map_or(0.0, |&ns| ns as f64 / 1e3);
+    let [half, most, nearly_all] = [0.5, 0.9, 0.999].map(us_at);
+    format!("median {half:.1} us, 90% {most:.1} us, 99.9% {nearly_all:.1} us, longest {longest_us:.1} us")
 }
 
 /// More vCPUs than CPUs, all in the pages of one guest table, beside a thread that harvests.
@@ -72,7 +72,7 @@ fn waits_of(holders: Holders) {
     let start = Instant::now();
     let is_over = || start.elapsed().as_secs_f64() > seconds;
     let (mut faults, mut flushes, mut harvests) = (Waits::default(), Waits::default(), Waits::default());
-    let mut held = Durations::NONE;
+    let mut held_for_ns = Vec::new();
     thread::scope(|scope| {
         let threads: Vec<_> = vcpus
             .iter_mut()
@@ -91,7 +91,7 @@ fn waits_of(holders: Holders) {
                             assert_eq!(flushes.count(0, || vcpu.invlpg(Gva(page << 12))), Ok(Outcome::Resume));
                         }
                     }
-                    (faults, flushes, held_for())
+                    (faults, flushes, take_held_for_ns())
                 })
             })
             .collect();
@@ -100,8 +100,8 @@ fn waits_of(holders: Holders) {
             harvests.count(0, || world.vm.get_dirty_log(0, &mut bitmap)).unwrap();
         }
         for thread in threads {
-            let (more_faults, more_flushes, more_held) = thread.join().unwrap();
-            held.add(more_held);
+            let (more_faults, more_flushes, more_held_for_ns) = thread.join().unwrap();
+            held_for_ns.extend(more_held_for_ns);
             for (sum, more) in [(&mut faults, more_faults), (&mut flushes, more_flushes)] {
                 sum.nr_calls += more.nr_calls;
                 sum.waits_ns.extend(more.waits_ns);
@@ -117,7 +117,7 @@ fn waits_of(holders: Holders) {
     flushes.print("  INVLPG");
     harvests.print("  harvests");
     if holders == Holders::AreNotPreempted {
-        println!("  locks held by vCPUs: {held}");
+        println!("  locks held by vCPUs, {} times: {}", held_for_ns.len(), quantiles(held_for_ns));
     }
 }
 

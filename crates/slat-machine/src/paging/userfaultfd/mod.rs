@@ -127,11 +127,13 @@ impl Userfaultfd {
             (RegisterMode::Missing, BackingKind::Shmem) => (features::MISSING_SHMEM, Kernel::MISSING),
             (RegisterMode::Missing, _) => (0, Kernel::MISSING),
         };
+        debug_assert!(memory.pages().is_none(), "movable pages have no addresses of their own");
+        assert!(pages.end <= memory.size_bytes() >> Gfn::SHIFT, "pages {pages:?} are not in the memory");
         let inner = slat_userfaultfd::Userfaultfd::open(features)?;
         memory.frames().without_huge_pages();
-        // SAFETY: the range lies in the mapping of guest memory (`Userfaultfds::register` names its
-        // own pages only), which is accessed atomically or by machine instructions, may change at
-        // any time, and is kept mapped by `memory`.
+        // SAFETY: the range lies in the mapping of guest memory, as was just checked, which is
+        // accessed atomically or by machine instructions, may change at any time, and is kept
+        // mapped by `memory`.
         unsafe { inner.register(addresses(memory, &pages), kernel_mode) }?;
         Ok(Userfaultfd { inner, memory: memory.clone(), pages })
     }
